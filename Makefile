@@ -1,0 +1,66 @@
+# Every target sets itself up. .venv is made when it is missing or does not run; packages are installed into it once, and
+# again when pyproject.toml is newer than the stamp. PYTHON=... names the Python for a new .venv; ARGS=... is handed on.
+VENV := .venv
+PY := $(VENV)/bin/python
+INSTALL := $(PY) -m pip install -qq --disable-pip-version-check
+RUN_STAMP := $(VENV)/.installed-run
+TEST_STAMP := $(VENV)/.installed-test
+NOTEBOOKS = $(wildcard notebooks/*.ipynb)
+ARGS =
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup demo test check notebook bench clean
+
+# A .venv that does not run, or that came along when a checkout was copied or moved (its editable install points to
+# the old folder), has no valid stamps.
+ifneq ($(shell $(PY) -c 'print(open("$(VENV)/.checkout").read().strip())' 2>/dev/null),$(CURDIR))
+.PHONY: $(RUN_STAMP) $(TEST_STAMP)
+endif
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+
+setup: $(TEST_STAMP) ## make .venv with everything that the tests need
+
+demo: $(RUN_STAMP) ## three real updates of Qwen3-0.6B on 8 CPU devices, every byte checked
+	$(PY) -m shardfly_jax demo $(ARGS)
+
+test: $(TEST_STAMP) ## run the tests (ARGS="-k word" chooses)
+	$(PY) -m pytest $(ARGS)
+
+check: $(TEST_STAMP) ## lint, format and types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+notebook: $(TEST_STAMP) ## execute notebooks/*.ipynb in place
+	@test -n "$(NOTEBOOKS)" || { echo 'no notebooks/*.ipynb here' >&2; exit 1; }
+	$(PY) -c 'from nbclient.cli import main; main()' --inplace --timeout=600 $(ARGS) $(NOTEBOOKS)
+
+bench: $(RUN_STAMP) ## run the benchmarks
+	$(PY) -m benchmarks $(ARGS)
+
+clean: ## remove build outputs and caches; .venv stays
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+define VENV_THAT_RUNS
+PYTHON=$(PY) sh scripts/find-python >/dev/null 2>&1 || { \
+	python=$$(sh scripts/find-python) && echo "making .venv with $$python" && "$$python" -m venv --clear $(VENV); }
+@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip >/dev/null
+endef
+
+$(RUN_STAMP): pyproject.toml
+	@$(VENV_THAT_RUNS)
+	@echo "installing into .venv (once; about a minute)"
+	@$(INSTALL) -e .
+	@echo '$(CURDIR)' >$(VENV)/.checkout
+	@touch $@
+
+$(TEST_STAMP): pyproject.toml
+	@$(VENV_THAT_RUNS)
+	@echo "installing into .venv, with what the tests need (once; about a minute)"
+	@$(INSTALL) -e '.[test]'
+	@echo '$(CURDIR)' >$(VENV)/.checkout
+	@touch $(RUN_STAMP) $@

@@ -1,0 +1,9 @@
+"""Device code: raw addresses, tiles, conversions and the transfer kernel.
+
+Nothing is here yet; README.md says what will be.
+"""
+
+if __name__ == "pallas_kernels":
+    raise ImportError(
+        "'pallas_kernels' is a folder of the checkout, not a package of its own. Import shardfly_jax.pallas_kernels."
+    )

@@ -1,0 +1,33 @@
+"""shardfly_jax streams the weights of a JAX trainer into the sharded buffers of its rollout engines."""
+
+from shardfly_jax import engines as engines
+from shardfly_jax.layout import local as local
+from shardfly_jax.planning import Plan as Plan, load_plan as load_plan, make_plan as make_plan, replicas as replicas
+from shardfly_jax.registry import register as register
+from shardfly_jax.sharding.errors import (
+    DigestMismatch as DigestMismatch,
+    LanguageError as LanguageError,
+    NotRegistered as NotRegistered,
+    ParamsMismatch as ParamsMismatch,
+    PlanError as PlanError,
+    PlanFileError as PlanFileError,
+    Poisoned as Poisoned,
+    RegistrationError as RegistrationError,
+    ShardflyError as ShardflyError,
+    StaleBuffer as StaleBuffer,
+    VerificationError as VerificationError,
+)
+from shardfly_jax.sharding.language import (
+    Expr as Expr,
+    alias as alias,
+    concat as concat,
+    fuse as fuse,
+    src as src,
+    stack as stack,
+)
+from shardfly_jax.sharding.layouts import Layout as Layout
+from shardfly_jax.sharding.mapping import Mapping as Mapping, compose as compose
+from shardfly_jax.sharding.topology import Topology as Topology, preset as preset
+from shardfly_jax.update import params as params, sync as sync, verify as verify
+
+__version__ = "0.1.0"

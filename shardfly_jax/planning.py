@@ -1,0 +1,200 @@
+"""`make_plan`: from JAX objects to a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping as AbstractMapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from shardfly_jax import sharding
+from shardfly_jax.layout import Tree, read_tree
+from shardfly_jax.sharding.errors import DigestMismatch, NotRegistered, PlanError
+from shardfly_jax.sharding.layouts import Layout, LocalTensors
+from shardfly_jax.sharding.mapping import Mapping
+from shardfly_jax.sharding.problem import Problem, TargetTree
+from shardfly_jax.sharding.simulate import Simulation, simulate
+from shardfly_jax.sharding.topology import Topology, preset
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from shardfly_jax.registry import Session
+
+TARGET = "rollout"
+"""Name of the target tree when there is one."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Plan(sharding.Plan):
+    """A plan as users hold it: the pure plan, the trees it was made from, and its session once registered.
+
+    Attributes:
+      source: The trainer's tree; None in a loaded plan.
+      targets: The rollout trees by name; empty in a loaded plan.
+      session: Buffers and versions; None until `register`.
+    """
+
+    source: Tree | None = None
+    targets: AbstractMapping[str, Tree] = dataclasses.field(default_factory=dict)
+    session: Session | None = None
+
+    @property
+    def version(self) -> AbstractMapping[str, int]:
+        """Number of the last complete update of each replica; 0 before the first.
+
+        Raises:
+          NotRegistered: The plan has no buffers yet.
+        """
+        return self.registered().versions
+
+    def registered(self) -> Session:
+        """The session.
+
+        Raises:
+          NotRegistered: There is none, or it belongs to another plan.
+        """
+        if self.session is None:
+            raise NotRegistered(f"plan {self.digest[:12]} is not registered. Call plan = sf.register(plan, rollout_params) first.")
+        if self.session.digest != self.digest:
+            raise DigestMismatch(f"plan {self.digest[:12]} carries the session of plan {self.session.digest[:12]}. Register it anew.")
+        return self.session
+
+    def simulate(self, topology: Topology | str = "h100") -> Simulation:
+        """Predicts an update's time on a topology, or on as many hosts of 8 GPUs of the named kind as it needs."""
+        return simulate(self, self._topology(topology))
+
+    def _topology(self, topology: Topology | str) -> Topology:
+        return preset(topology, hosts=-(-self.ranks // 8)) if isinstance(topology, str) else topology
+
+    def explain(self, topology: Topology | str = "h100") -> str:
+        """Who sends what to whom, bytes per link, staging, short runs and predicted time, as text."""
+        from shardfly_jax.report import explain
+
+        return explain(self, self._topology(topology))
+
+    def plot(self) -> Figure:
+        """Traffic between ranks, bytes per rank and run lengths, as a matplotlib figure."""
+        from shardfly_jax.plots import plot_plan
+
+        return plot_plan(self)
+
+
+def make_plan(
+    source: Any,
+    target: Any,
+    mapping: Mapping | AbstractMapping[str, Mapping | None] | None = None,
+    *,
+    allow_cast: tuple[str, ...] = (),
+    keep: tuple[str, ...] = (),
+    unused: tuple[str, ...] = (),
+    topology: Topology | None = None,
+) -> Plan:
+    """Plans how weights get from a trainer to its rollouts. Reads no data.
+
+    Args:
+      source: The trainer's tree: `jax.Array`s, `ShapeDtypeStruct`s with sharding, `sf.Layout`s; an `nnx.State` or
+        `nnx.Module`; or `sf.local` of trees whose tensors are whole on each rank that holds them.
+      target: The rollout's tree, likewise, or `sf.local` of rank-local trees; or `sf.replicas` of several trees, which
+        may differ in mesh, dtype and layout. A plain dict of trees is taken as replicas when `mapping` is a dict of
+        mappings with the same keys.
+      mapping: For each target name its expression; None for same names and shapes. One for all replicas, or a dict.
+      allow_cast: Targets that may be narrowed, e.g. `("*",)` or `("model.layers.{i}.*",)`.
+      keep: Targets that are never touched.
+      unused: Sources that no target needs.
+      topology: Steers which trainer serves whom and the order of forwarding.
+
+    Raises:
+      PlanError: Lists every fault: unmapped, doubly mapped, missing, misshapen, narrowed, indivisible, unused, empty.
+    """
+    faults: list[str] = []
+    trees, mappings = _target_trees(target, mapping)
+    read: dict[str, Tree] = {}
+    source_tree: Tree | None = None
+    try:
+        source_tree = read_tree(source, "source")
+    except PlanError as error:
+        faults += error.faults
+    for name, tree in trees.items():
+        try:
+            read[name] = read_tree(tree, f"target {name!r}")
+        except PlanError as error:
+            faults += error.faults
+    if faults or source_tree is None:
+        raise PlanError(faults)
+    problem = Problem(
+        {name: _whole(layout) for name, layout in source_tree.tensors.items()},
+        len(source_tree.devices),
+        [_target_tree(name, tree, mappings[name]) for name, tree in read.items()],
+        allow_cast=tuple(allow_cast),
+        keep=tuple(keep),
+        unused=tuple(unused),
+    )
+    built = sharding.build_plan(problem, topology)
+    return Plan(**{f.name: getattr(built, f.name) for f in dataclasses.fields(built)}, source=source_tree, targets=read)
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicas:
+    """Several target trees by name; see `replicas`."""
+
+    trees: AbstractMapping[str, Any]
+
+
+def replicas(trees: AbstractMapping[str, Any]) -> Replicas:
+    """Marks a dict as several rollouts rather than one tree. They may differ in mesh, dtype and layout."""
+    if not trees:
+        raise PlanError("replicas: no trees. Give one tree per replica.")
+    return Replicas(dict(trees))
+
+
+def _target_trees(target: Any, mapping: Any) -> tuple[dict[str, Any], dict[str, Mapping | None]]:
+    per_replica = isinstance(mapping, dict) and not isinstance(mapping, Mapping)
+    if isinstance(target, Replicas):
+        trees = dict(target.trees)
+    elif per_replica and isinstance(target, dict):
+        trees = dict(target)
+    else:
+        trees = {TARGET: target}
+    if not per_replica:
+        if mapping is not None and not isinstance(mapping, Mapping):
+            raise PlanError(f"mapping: {type(mapping).__name__} is neither an sf.Mapping, a dict of them per replica, nor None.")
+        return trees, dict.fromkeys(trees, mapping)
+    if set(mapping) != set(trees) or not all(m is None or isinstance(m, Mapping) for m in mapping.values()):
+        raise PlanError(
+            f"mapping: its keys {sorted(mapping)} do not name the targets {sorted(trees)}. A dict of mappings goes with a dict of "
+            "replicas; a mapping for one tree is written sf.Mapping({...})."
+        )
+    return trees, dict(mapping)
+
+
+def _target_tree(name: str, tree: Tree, mapping: Mapping | None) -> TargetTree:
+    several = len(tree.replicas) > 1
+    parts = {f"{name}/{k}": ranks for k, ranks in enumerate(tree.replicas)} if several else {}
+    return TargetTree(name=name, tensors=tree.tensors, mapping=mapping, ranks=len(tree.devices), replicas=parts)
+
+
+def _whole(layout: Layout | LocalTensors) -> Layout:
+    if isinstance(layout, Layout):
+        return layout
+    shapes = set(layout.shapes.values())
+    if len(shapes) != 1:
+        raise PlanError(f"local: source shapes {sorted(shapes)} differ between ranks, but each is whole. Give an sf.Layout with boxes.")
+    return layout.whole(shapes.pop())
+
+
+def load_plan(path: str | Path | BinaryIO, digest: str | None = None) -> Plan:
+    """Reads a saved plan.
+
+    Args:
+      path: What `plan.save` wrote.
+      digest: If given, the digest that the plan must have.
+
+    Raises:
+      PlanFileError: The file is no plan or is damaged.
+      DigestMismatch: It is another plan.
+    """
+    plan = sharding.load(path)
+    if digest is not None and plan.digest != digest:
+        raise DigestMismatch(f"plan file: {path} holds plan {plan.digest[:12]}, but {digest[:12]} is wanted. Make both sides plan from the same inputs.")
+    return Plan(**{f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)})

@@ -1,0 +1,318 @@
+"""`sync`, `params`, `verify`: one update of the weights, in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardfly_jax.executors.memory import Key, host_bytes, wait_for_readers
+from shardfly_jax.layout import Local, Place, leaf_places, leaves_of, read_tree
+from shardfly_jax.planning import Plan
+from shardfly_jax.registry import Session
+from shardfly_jax.sharding.errors import ParamsMismatch, PlanError, ShardflyError, VerificationError
+from shardfly_jax.sharding.evaluate import evaluate
+from shardfly_jax.sharding.formats import dtype_name, np_dtype
+from shardfly_jax.sharding.language import outer_fuse
+from shardfly_jax.sharding.layouts import Layout
+from shardfly_jax.sharding.patterns import FAMILY, name_pattern
+
+
+@dataclasses.dataclass(frozen=True)
+class _Expected:
+    """What one leaf of the params must be, and which source shards it holds.
+
+    Attributes:
+      name: Of the tensor.
+      keys: (family, tensor, rank) and device of each shard that the plan reads.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: jax.sharding.Sharding
+    keys: tuple[tuple[Key, jax.Device], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Binding:
+    """Names of a params tree, resolved once for its structure.
+
+    Attributes:
+      structure: Trees of this structure need no name resolved.
+      expected: Per leaf; None for leaves that the plan does not read.
+      devices: Device of each trainer rank.
+    """
+
+    structure: Any
+    expected: tuple[_Expected | None, ...]
+    devices: dict[int, jax.Device]
+
+
+def sync(params: Any, plan: Plan, *, progress: Callable[[int], None] | None = None) -> Any:
+    """Brings every rollout to the trainer's current weights.
+
+    Blocks until the update's outcome is known. Computations on rollout params that were queued before see the old
+    weights; what runs after it returns sees the new ones.
+
+    Args:
+      params: The trainer's tree as it was planned: same names, shapes, dtypes and shardings.
+      plan: A registered plan.
+      progress: Called with bytes written as they are, from several threads.
+
+    Returns:
+      The rollout's params: new arrays at the registered addresses, in the structure of their owner; a dict of trees for
+      several replica trees. Arrays returned earlier are invalid from now on.
+
+    Raises:
+      NotRegistered, DigestMismatch: The plan has no buffers, or another plan's.
+      ParamsMismatch: `params` are not the planned ones. Nothing was written, the old version is still served.
+      StaleBuffer: An owner rebound, deleted or donated a buffer. Nothing was written.
+      Any error in between: replicas are poisoned until the next complete update.
+    """
+    session = plan.registered()
+    with session.lock:
+        leaves, binding = _bound(params, session)
+        session.check_buffers()
+        if session.executor is None:
+            session.make_executor(binding.devices)
+        assert session.executor is not None
+        jax.block_until_ready([leaf for leaf, want in zip(leaves, binding.expected, strict=True) if want is not None])
+        arrays: dict[Key, jax.Array] = {}
+        for leaf, want in zip(leaves, binding.expected, strict=True):
+            if want is not None:
+                by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
+                arrays.update({key: by_device[device] for key, device in want.keys})
+        _check_overlap(session, arrays)
+        wait_for_readers({shard.device for shard in session.buffers.values()})
+        session.poison("an update began and did not finish")
+        try:
+            session.executor.run(lambda *key: arrays[key], progress)
+        except BaseException as error:
+            session.poison(f"an update failed half way: {type(error).__name__}: {error}")
+            raise
+        session.publish()
+        return session.handles()
+
+
+def params(plan: Plan) -> Any:
+    """The rollout's current params, as `sync` returned them last.
+
+    Raises:
+      NotRegistered: The plan has no buffers.
+      Poisoned: An update failed half way, or allocated buffers have never been filled.
+    """
+    session = plan.registered()
+    session.check_readable()
+    return session.handles()
+
+
+def _bound(params_: Any, session: Session) -> tuple[list[Any], _Binding]:
+    leaves, structure = leaves_of(params_)
+    if session.binding is None or session.binding.structure != structure:
+        if session.binding is not None:
+            _explain_structure(params_, session)
+        session.binding = _resolve(params_, session)
+    faults = []
+    for leaf, want in zip(leaves, session.binding.expected, strict=True):
+        if want is None:
+            continue
+        if not isinstance(leaf, jax.Array):
+            faults.append(f"{want.name!r} is a {type(leaf).__name__}, but a jax.Array is needed")
+        elif leaf.is_deleted():
+            faults.append(f"{want.name!r} was deleted or donated. Pass the params that the train step returned")
+        elif leaf.shape != want.shape:
+            faults.append(f"{want.name!r} has shape {leaf.shape}, but the plan has {want.shape}")
+        elif leaf.dtype != want.dtype:
+            faults.append(f"{want.name!r} is {leaf.dtype}, but the plan has {want.dtype}")
+        elif leaf.sharding != want.sharding and not leaf.sharding.is_equivalent_to(want.sharding, leaf.ndim):
+            faults.append(f"{want.name!r} has sharding {leaf.sharding}, but the plan has {want.sharding}")
+    if faults:
+        raise _mismatch(faults)
+    return leaves, session.binding
+
+
+def _mismatch(faults: list[str]) -> ParamsMismatch:
+    return ParamsMismatch(
+        f"params: {len(faults)} differ from the plan; nothing was written. Pass the planned params or make a new plan.\n"
+        + "\n".join(f"  - {fault}." for fault in faults)
+    )
+
+
+def _needed(session: Session) -> dict[str, list[tuple[int, int]]]:
+    """(family, tensor) pairs of each source name."""
+    needed: dict[str, list[tuple[int, int]]] = {}
+    for index in session.plan.source_families:
+        for tensor, name in enumerate(session.plan.families[index].names):
+            needed.setdefault(name, []).append((index, tensor))
+    return needed
+
+
+def _explain_structure(params_: Any, session: Session) -> None:
+    """Raises:
+    ParamsMismatch: Names are missing from a tree of another structure.
+    """
+    needed = _needed(session)
+    places, _, _ = leaf_places(params_, needed)
+    have = {name for name, _ in places}
+    if missing := [name for name in needed if name not in have]:
+        raise _mismatch([f"{name!r} is missing" for name in missing])
+
+
+def _resolve(params_: Any, session: Session) -> _Binding:
+    _explain_structure(params_, session)
+    needed = _needed(session)
+    families = session.plan.families
+    places, leaves, structure = leaf_places(params_, needed)
+    ranks = _rank_devices(params_, session, places, leaves)
+    expected: list[_Expected | None] = []
+    faults: list[str] = []
+    for (name, rank), leaf in zip(places, leaves, strict=True):
+        if name not in needed or not isinstance(leaf, jax.Array):
+            if name in needed:
+                faults.append(f"{name!r} is a {type(leaf).__name__}, but a jax.Array is needed")
+            expected.append(None)
+            continue
+        keys = []
+        for index, tensor in needed[name]:
+            layout = families[index].layout
+            fault = _fault(leaf, layout, rank, ranks)
+            if fault:
+                faults.append(f"{name!r} {fault}")
+                break
+            keys += [((index, tensor, r), ranks[r]) for r in (layout.ranks if rank is None else (rank,))]
+        expected.append(_Expected(name, leaf.shape, leaf.dtype, leaf.sharding, tuple(keys)))
+    if faults:
+        raise _mismatch(faults)
+    return _Binding(structure, tuple(expected), ranks)
+
+
+def _rank_devices(params_: Any, session: Session, places: list[Place], leaves: list[Any]) -> dict[int, jax.Device]:
+    """Device of each trainer rank: as planned, or in the mesh order of these params."""
+    source = session.plan.source
+    if source is not None and all(device is not None for device in source.devices):
+        return {rank: device for rank, device in enumerate(source.devices) if device is not None}
+    ranks = {rank: next(iter(leaf.devices())) for (_, rank), leaf in zip(places, leaves, strict=True) if rank is not None and isinstance(leaf, jax.Array)}
+    if ranks:
+        return ranks
+    try:
+        devices = read_tree(params_, "params").devices
+    except PlanError as error:
+        raise _mismatch([fault.rstrip(".") for fault in error.faults]) from None
+    return {rank: device for rank, device in enumerate(devices) if device is not None}
+
+
+def _fault(leaf: jax.Array, layout: Layout, rank: int | None, ranks: dict[int, jax.Device]) -> str | None:
+    """Why an array is not the planned source; None if it is."""
+    if dtype_name(leaf.dtype) != layout.dtype:
+        return f"is {leaf.dtype}, but the plan has {layout.dtype}"
+    if rank is not None:
+        if rank not in layout.position or leaf.shape != layout.local_shape(rank):
+            return f"has shape {leaf.shape} on rank {rank}, which is not the planned shard of it"
+        return None
+    if leaf.shape != layout.shape:
+        return f"has shape {leaf.shape}, but the plan has {layout.shape}"
+    index = leaf.sharding.devices_indices_map(leaf.shape)
+    for r in layout.ranks:
+        cut = index.get(ranks.get(r))  # type: ignore[arg-type]
+        if cut is None or tuple((s.start, s.stop) for s in (range(n)[c] for n, c in zip(leaf.shape, cut, strict=True))) != layout.box(r):
+            return f"has sharding {leaf.sharding}, which does not put the planned shard on rank {r}"
+    return None
+
+
+def _check_overlap(session: Session, arrays: dict[Key, jax.Array]) -> None:
+    """Raises:
+    ParamsMismatch: A source shard is itself a registered buffer.
+    """
+    targets = {shard.address: key for key, shard in session.buffers.items()}
+    for key, array in arrays.items():
+        hit = targets.get(array.unsafe_buffer_pointer())
+        if hit is not None and session.buffers[hit].device in array.devices():
+            source, target = session.plan.families[key[0]].name(key[1]), session.plan.families[hit[0]].name(hit[1])
+            raise _mismatch([f"{source!r} lies in the buffer registered for {target!r}. Give the rollout buffers of its own, e.g. sf.register(plan)"])
+
+
+def verify(params_: Any, plan: Plan, *, progress: Callable[[int], None] | None = None) -> int:
+    """Compares every byte of every target shard with what the mapping says it should be.
+
+    Args:
+      params_: The params that were synced last.
+      plan: A registered plan.
+      progress: Called with bytes compared.
+
+    Returns:
+      Bytes compared.
+
+    Raises:
+      VerificationError: Names the tensors and ranks that differ, and how many elements.
+      Poisoned, NotRegistered, ParamsMismatch: As for `params` and `sync`.
+    """
+    session = plan.registered()
+    session.check_readable()
+    leaves, binding = _bound(params_, session)
+    by_name: dict[str, Any] = {}
+    for leaf, want in zip(leaves, binding.expected, strict=True):
+        if want is not None:
+            by_name[want.name] = leaf
+
+    def source(name: str, i: int) -> np.ndarray:
+        return _whole(by_name[name_pattern(name).format({FAMILY: i})])
+
+    wrong: list[str] = []
+    checked = 0
+    for family_index, tensor, whole in _meanings(session, source):
+        family = session.plan.families[family_index]
+        for rank in family.layout.ranks:
+            want = whole[tuple(slice(lo, hi) for lo, hi in family.layout.box(rank))]
+            have = _read(session, (family_index, tensor, rank))
+            differing = int(np.count_nonzero(_bytes_of(want) != _bytes_of(have)))
+            if differing:
+                wrong.append(f"{family.name(tensor)!r} of rank {rank}: {differing} of {want.nbytes} bytes")
+            checked += want.nbytes
+            if progress is not None:
+                progress(want.nbytes)
+    if wrong:
+        shown = "\n".join(f"  - {line}" for line in wrong[:20])
+        raise VerificationError(f"verify: {len(wrong)} target shards differ from their mapping:\n{shown}")
+    return checked
+
+
+def _whole(array: jax.Array) -> np.ndarray:
+    """The whole of an array on the host, not kept by it: `np.asarray(array)` would stay cached as long as it lives."""
+    out = np.empty(array.shape, array.dtype)
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0:
+            out[shard.index] = np.asarray(shard.data)
+    return out
+
+
+def _meanings(session: Session, source: Callable[[str, int], np.ndarray]) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Family, tensor and whole value of every target."""
+    for index in session.plan.target_families:
+        family = session.plan.families[index]
+        assert family.expr is not None
+        fused = outer_fuse(family.expr)
+        cuts = family.layout.cuts(fused.axis % len(family.layout.shape)) if fused else ()
+        expr = family.expr.astype(family.layout.dtype)
+        for tensor in range(family.count):
+            yield index, tensor, evaluate(expr, source, family.first + tensor, cuts)
+
+
+def _read(session: Session, key: Key) -> np.ndarray:
+    """A copy of what a registered buffer holds, in the order of its box's axes."""
+    shard, layout = session.buffers[key], session.plan.families[key[0]].layout
+    if shard.device.platform == "cpu":
+        flat = host_bytes(shard.address, shard.nbytes).view(np_dtype(layout.dtype))
+    else:
+        flat = np.asarray(jax.device_get(shard.array)).reshape(-1)
+    strides = [step * flat.itemsize for step in layout.local_strides(key[2])]
+    return np.lib.stride_tricks.as_strided(flat, layout.local_shape(key[2]), strides)
+
+
+def _bytes_of(x: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+
+

@@ -1,0 +1,64 @@
+"""Every error that shardfly_jax raises. One base class, one type per thing that went wrong.
+
+Messages read `{what}: {name!r} {field} is {value}, but {rule}. {what to do}.`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class ShardflyError(Exception):
+    """Base class of all errors raised by this library."""
+
+
+class LanguageError(ShardflyError, ValueError):
+    """An expression of the mapping language that cannot mean anything, whatever the tensors are."""
+
+
+class PlanError(ShardflyError, ValueError):
+    """A plan that cannot be made; lists every fault found, not just the first.
+
+    Attributes:
+      faults: One message per fault, in the order of target names.
+    """
+
+    def __init__(self, faults: str | Iterable[str]):
+        self.faults: tuple[str, ...] = (faults,) if isinstance(faults, str) else tuple(faults)
+        if len(self.faults) == 1:
+            text = self.faults[0]
+        else:
+            text = f"{len(self.faults)} faults:\n" + "\n".join(f"  - {fault}" for fault in self.faults)
+        super().__init__(text)
+
+
+class PlanFileError(ShardflyError, ValueError):
+    """A saved plan that cannot be read: not a plan, another file format, or bytes that do not match its digest."""
+
+
+class DigestMismatch(ShardflyError, ValueError):
+    """Two sides hold different plans; nothing was moved."""
+
+
+class NotRegistered(ShardflyError, ValueError):
+    """A plan without rollout buffers was used where buffers are needed."""
+
+
+class RegistrationError(ShardflyError, ValueError):
+    """Buffers that do not fit the plan; lists every fault. Nothing was registered."""
+
+
+class ParamsMismatch(ShardflyError, ValueError):
+    """Params whose names, shapes, dtypes or shardings are not the planned ones. Nothing was written."""
+
+
+class StaleBuffer(ShardflyError, RuntimeError):
+    """A registered buffer is no longer where it was registered. Nothing was written."""
+
+
+class Poisoned(ShardflyError, RuntimeError):
+    """A replica holds a mixture of two updates because one failed half way; the next complete update heals it."""
+
+
+class VerificationError(ShardflyError, AssertionError):
+    """Target bytes differ from what the mapping says they should be."""

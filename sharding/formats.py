@@ -1,0 +1,200 @@
+"""How values are encoded and converted: dtypes, conversion steps, and their meaning in NumPy.
+
+A *conversion* is what happens to the elements of a move between being read and being written: a chain of steps over
+plain dtypes. Each step has one meaning, written here in NumPy, which every executor must match bit for bit:
+
+* `Cast`: round to nearest even; NaN becomes the quiet NaN of its sign.
+* `MulAdd`, `Divide`: computed in float32, each operation rounded by itself (never fused), float32 subnormals of inputs
+  and results taken as signed zero (XLA flushes them on CPU), the result rounded back to the dtype it came from.
+* `Fill`: a constant; what follows in the chain applies to it as to data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from shardfly_jax.sharding.errors import LanguageError
+
+_TINY = np.finfo(np.float32).tiny
+
+
+def dtype_name(dtype: Any) -> str:
+    """The canonical name of anything NumPy or ml_dtypes takes as a dtype, e.g. `bfloat16`.
+
+    Raises:
+      LanguageError: It is not a dtype of fixed size, or a complex or structured one.
+    """
+    try:
+        resolved = np.dtype(getattr(ml_dtypes, dtype) if isinstance(dtype, str) and hasattr(ml_dtypes, dtype) else dtype)
+    except TypeError as error:
+        raise LanguageError(f"dtype: {dtype!r} is not a dtype. Use a name such as 'bfloat16' or 'float32'.") from error
+    if resolved.kind not in "biufV" or resolved.itemsize == 0 or resolved.names is not None:
+        raise LanguageError(f"dtype: {dtype!r} is neither a real, an integer nor a boolean dtype.")
+    return resolved.name
+
+
+def np_dtype(name: str) -> np.dtype[Any]:
+    """The NumPy dtype of a canonical name."""
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def itemsize(name: str) -> int:
+    """Bytes per element of a canonical dtype name."""
+    return np_dtype(name).itemsize
+
+
+def is_narrowing(source: str, target: str) -> bool:
+    """Whether some finite value of `source` cannot be represented in `target`."""
+    if source == target:
+        return False
+    a, b = np_dtype(source), np_dtype(target)
+    if _is_float(a) and _is_float(b):
+        fa, fb = ml_dtypes.finfo(a), ml_dtypes.finfo(b)
+        return bool(fb.nmant < fa.nmant or fb.maxexp < fa.maxexp or fb.minexp - fb.nmant > fa.minexp - fa.nmant)
+    if _is_float(a):
+        return True
+    if _is_float(b):
+        bits = 1 if a.kind == "b" else ml_dtypes.iinfo(a).bits - (ml_dtypes.iinfo(a).min < 0)
+        return bool(bits > ml_dtypes.finfo(b).nmant + 1)
+    return not np.can_cast(a, b)
+
+
+def _is_float(dtype: np.dtype[Any]) -> bool:
+    try:
+        ml_dtypes.finfo(dtype)
+    except ValueError:
+        return False
+    return True
+
+
+def is_float(name: str) -> bool:
+    """Whether a canonical dtype name is a floating-point one."""
+    return _is_float(np_dtype(name))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cast:
+    """Round to `dtype`."""
+
+    dtype: str
+
+    def result_dtype(self, dtype: str) -> str:
+        return self.dtype
+
+    def apply(self, x: np.ndarray) -> np.ndarray:
+        target = np_dtype(self.dtype)
+        if x.dtype == target:
+            return x
+        with np.errstate(over="ignore", invalid="ignore"):
+            return x.astype(target)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MulAdd:
+    """`x * factor + add` in float32, two roundings."""
+
+    factor: float
+    add: float
+
+    def result_dtype(self, dtype: str) -> str:
+        return dtype
+
+    def apply(self, x: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore", invalid="ignore"):
+            y = _flush(_flush(x.astype(np.float32)) * np.float32(self.factor))
+            if self.add:
+                y = _flush(y + np.float32(self.add))
+            return y.astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Divide:
+    """`x / divisor` in float32: a true division, not a product with the reciprocal."""
+
+    divisor: float
+
+    def result_dtype(self, dtype: str) -> str:
+        return dtype
+
+    def apply(self, x: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return _flush(_flush(x.astype(np.float32)) / np.float32(self.divisor)).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fill:
+    """A constant of `dtype`; always the first step of a chain that reads no source."""
+
+    value: float
+    dtype: str
+
+    def result_dtype(self, dtype: str) -> str:
+        return self.dtype
+
+    def apply(self, x: np.ndarray) -> np.ndarray:
+        return np.full(x.shape, self.value, np_dtype(self.dtype))
+
+
+Step = Cast | MulAdd | Divide | Fill
+
+
+def _flush(x: np.ndarray) -> np.ndarray:
+    return np.where(np.abs(x) < _TINY, np.copysign(np.float32(0), x), x)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Conversion:
+    """What happens to the elements of one move: a chain of steps from `source` dtype to `target` dtype.
+
+    An empty chain moves bits. This is also where quantization joins: a format's encode step becomes one more kind of
+    step, with its scales as further targets.
+    """
+
+    source: str
+    steps: tuple[Step, ...]
+    target: str
+
+    @property
+    def is_bits(self) -> bool:
+        """Whether the elements are copied unchanged."""
+        return not self.steps
+
+    def apply(self, x: np.ndarray) -> np.ndarray:
+        """Converts an array of dtype `source` (any shape; only the shape counts for a fill)."""
+        for step in self.steps:
+            x = step.apply(x)
+        return x
+
+    def describe(self) -> str:
+        """For people: `bits`, or the steps in order."""
+        if self.is_bits:
+            return f"bits({self.target})"
+        return " -> ".join([self.source, *(_describe(step) for step in self.steps)])
+
+
+def _describe(step: Step) -> str:
+    match step:
+        case Cast(dtype):
+            return dtype
+        case MulAdd(factor, add):
+            return f"*{factor:g}{f'{add:+g}' if add else ''}"
+        case Divide(divisor):
+            return f"/{divisor:g}"
+        case Fill(value, dtype):
+            return f"fill({value:g}, {dtype})"
+
+
+def conversion(source: str, steps: tuple[Step, ...], target: str) -> Conversion:
+    """The chain `steps` on data of dtype `source`, ending in dtype `target`; casts that change nothing are left out."""
+    kept: list[Step] = []
+    dtype = source
+    for step in (*steps, Cast(target)):
+        if isinstance(step, Cast) and step.dtype == dtype:
+            continue
+        kept.append(step)
+        dtype = step.result_dtype(dtype)
+    return Conversion(source, tuple(kept), target)

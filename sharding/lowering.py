@@ -1,0 +1,405 @@
+"""Lowering: an expression and two layouts become strided moves between shards.
+
+`denote` gives the pieces that tile an expression's value. `lower_box` clips them to one box of the target, then to the
+boxes of the sources; each remaining piece is one move template.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shardfly_jax.sharding.errors import LanguageError
+from shardfly_jax.sharding.formats import Cast, Divide, Fill, MulAdd
+from shardfly_jax.sharding.inference import Lookup, infer
+from shardfly_jax.sharding.language import (
+    Astype,
+    Concat,
+    Divided,
+    Expr,
+    FamilyIndex,
+    Fuse,
+    Index,
+    Pad,
+    Rearrange,
+    Repeat,
+    Scale,
+    Src,
+    Stack,
+    Take,
+    TakePerLayer,
+    axis_sizes,
+    split_pattern,
+)
+from shardfly_jax.sharding.layouts import Box
+from shardfly_jax.sharding.patterns import name_pattern
+from shardfly_jax.sharding.pieces import (
+    SOURCE,
+    TARGET,
+    Digit,
+    Piece,
+    clip,
+    clip_box,
+    drop_axis,
+    insert_axis,
+    progressions,
+    select,
+    shift,
+    span,
+    split_axis,
+)
+
+MAX_DIMS = 5
+
+
+class Value(NamedTuple):
+    """Pieces that tile a tensor of `shape` for every layer of a range."""
+
+    shape: tuple[int, ...]
+    pieces: list[Piece]
+
+
+class _Denoter:
+    def __init__(self, lookup: Lookup, layers: range, cuts: Sequence[tuple[int, int]]):
+        self.lookup, self.layers, self.cuts = lookup, layers, cuts
+
+    def __call__(self, expr: Expr) -> Value:
+        match expr:
+            case Src(name):
+                return self.src(name)
+            case Concat(parts, axis):
+                return self.joined([self(part) for part in parts], axis, None)
+            case Fuse(parts, axis):
+                return self.joined([self(part) for part in parts], axis, self.cuts)
+            case Stack(parts, axis):
+                values = [self(part) for part in parts]
+                axis %= len(values[0].shape) + 1
+                return self.joined([_unsqueezed(value, axis) for value in values], axis, None)
+        value = self(expr.value)  # type: ignore[attr-defined]
+        shape, pieces = value
+        match expr:
+            case Astype(_, dtype):
+                return self.converted(value, Cast(dtype))
+            case Scale(_, factor, add):
+                return self.converted(value, MulAdd(factor, add))
+            case Divided(_, divisor):
+                return self.converted(value, Divide(divisor))
+            case Repeat(_, repeats, axis):
+                return _repeated(value, repeats, axis % len(shape))
+            case Pad(inner, widths, fill):
+                return self.padded(value, widths, Fill(fill, infer(inner, self.lookup, self.layers).dtype))
+            case Take(_, indices, axis):
+                axis %= len(shape)
+                return Value((*shape[:axis], len(indices), *shape[axis + 1 :]), list(_taken(pieces, indices, axis, shape[axis])))
+            case TakePerLayer(_, per_layer, axis):
+                return self.taken_per_layer(value, per_layer, axis % len(shape))
+            case Index(_, items):
+                return self.indexed(value, items)
+            case Rearrange():
+                return _rearranged(expr, value)
+        raise TypeError(f"{type(expr).__name__} is not an operation of the language")
+
+    def src(self, name: str) -> Value:
+        shape, _ = self.lookup(name, self.layers)
+        family = not name_pattern(name).is_literal
+        first, count = self.layers[0], len(self.layers)
+        digits = [Digit(n, a + 1, 1, a + 1, 1) for a, n in enumerate(shape) if n > 1]
+        if count > 1:
+            digits.insert(0, Digit(count, 0, 1, 0, 1) if family else Digit(count, 0, 1, -1, 0))
+        zeros = (0,) * len(shape)
+        return Value(shape, [Piece(name, (), (first, *zeros), (first if family else 0, *zeros), tuple(digits))])
+
+    def joined(self, values: list[Value], axis: int, cuts: Sequence[tuple[int, int]] | None) -> Value:
+        """Parts side by side: whole ones, or for each cut of the target the proportional cut of every part."""
+        axis %= len(values[0].shape)
+        lengths = [value.shape[axis] for value in values]
+        total = sum(lengths)
+        segments = [(k, 0, n) for k, n in enumerate(lengths)]
+        if cuts is not None:
+            segments = []
+            for lo, hi in cuts:
+                for k, n in enumerate(lengths):
+                    if lo * n % total or hi * n % total:
+                        raise LanguageError(
+                            f"fuse: the cut {lo}:{hi} of {total} does not divide a part of length {n} on axis {axis}. "
+                            f"Parts of lengths {lengths} can be cut into {math.gcd(*lengths)} or a divisor of it."
+                        )
+                    segments.append((k, lo * n // total, hi * n // total))
+        pieces, offset = [], 0
+        for k, lo, hi in segments:
+            pieces += [shift(part, axis + 1, offset - lo) for piece in values[k].pieces for part in clip(piece, TARGET, axis + 1, lo, hi)]
+            offset += hi - lo
+        shape = values[0].shape
+        return Value((*shape[:axis], total, *shape[axis + 1 :]), pieces)
+
+    def converted(self, value: Value, step: Cast | MulAdd | Divide) -> Value:
+        return Value(value.shape, [piece._replace(steps=(*piece.steps, step)) for piece in value.pieces])
+
+    def padded(self, value: Value, widths: Sequence[tuple[int, int]], fill: Fill) -> Value:
+        pieces = list(value.pieces)
+        for a, (before, _) in enumerate(widths):
+            pieces = [shift(piece, a + 1, before) for piece in pieces]
+        shape = tuple(n + before + after for n, (before, after) in zip(value.shape, widths, strict=True))
+        box = [(0, n) for n in shape]
+        for a, (before, after) in enumerate(widths):  # disjoint slabs: later axes only inside what earlier ones left
+            for lo, hi in ((0, before), (shape[a] - after, shape[a])):
+                if lo < hi:
+                    pieces.append(self.constant([*box[:a], (lo, hi), *box[a + 1 :]], fill))
+            box[a] = (before, shape[a] - after)
+        return Value(shape, pieces)
+
+    def constant(self, box: list[tuple[int, int]], fill: Fill) -> Piece:
+        ranges = [(self.layers[0], self.layers[-1] + 1), *box]
+        digits = tuple(Digit(hi - lo, a, 1, -1, 0) for a, (lo, hi) in enumerate(ranges) if hi - lo > 1)
+        return Piece(None, (fill,), tuple(lo for lo, _ in ranges), (), digits)
+
+    def taken_per_layer(self, value: Value, per_layer: Sequence[tuple[int, tuple[int, ...]]], axis: int) -> Value:
+        pieces: list[Piece] = []
+        count = 0
+        for i, indices in per_layer:
+            if i in self.layers:
+                of_layer = [part for piece in value.pieces for part in clip(piece, TARGET, 0, i, i + 1)]
+                pieces += _taken(of_layer, indices, axis, value.shape[axis])
+                count = len(indices)
+        return Value((*value.shape[:axis], count, *value.shape[axis + 1 :]), pieces)
+
+    def indexed(self, value: Value, items: Sequence[int | slice | FamilyIndex]) -> Value:
+        shape, pieces = value
+        axis = 0
+        for item in items:
+            n = shape[axis]
+            if isinstance(item, slice):
+                start, stop, step = item.indices(n)
+                count = len(range(start, stop, step))
+                if (start, step, count) != (0, 1, n):
+                    pieces = [part for piece in pieces for part in select(piece, axis + 1, start, step, count)] if count else []
+                shape = (*shape[:axis], count, *shape[axis + 1 :])
+                axis += 1
+                continue
+            if isinstance(item, FamilyIndex):
+                start, count = item.value.at(self.layers[0]), len(self.layers)
+                chosen = [part for piece in pieces for part in select(piece, axis + 1, start, item.value.scale, count)]
+                pieces = [_tied(piece, axis + 1, self.layers[0]) for piece in chosen]
+            else:
+                pieces = [drop_axis(part, axis + 1) for piece in pieces for part in select(piece, axis + 1, item % n, 1, 1)]
+            shape = shape[:axis] + shape[axis + 1 :]
+        return Value(shape, pieces)
+
+
+def denote(expr: Expr, lookup: Lookup, layers: range, cuts: Sequence[tuple[int, int]]) -> Value:
+    """The pieces of a bound expression over a range of layers.
+
+    Args:
+      expr: Already found sound by `infer`.
+      lookup: Type of each source name.
+      layers: Non-empty range of the family variable, step 1.
+      cuts: Ranges into which the target is cut along the axis of an outer fuse.
+
+    Raises:
+      LanguageError: A fuse whose parts the cuts do not divide.
+    """
+    return _Denoter(lookup, layers, cuts)(expr)
+
+
+def _unsqueezed(value: Value, axis: int) -> Value:
+    return Value((*value.shape[:axis], 1, *value.shape[axis:]), [insert_axis(piece, axis + 1) for piece in value.pieces])
+
+
+def _repeated(value: Value, repeats: int, axis: int) -> Value:
+    a, pieces = axis + 1, []
+    for piece in value.pieces:
+        digits = tuple(d._replace(t_radix=d.t_radix * repeats) if d.t_axis == a else d for d in piece.digits)
+        if repeats > 1:
+            digits += (Digit(repeats, a, 1, -1, 0),)
+        origin = list(piece.t_origin)
+        origin[a] *= repeats
+        pieces.append(piece._replace(t_origin=tuple(origin), digits=digits))
+    return Value((*value.shape[:axis], value.shape[axis] * repeats, *value.shape[axis + 1 :]), pieces)
+
+
+def _taken(pieces: Iterable[Piece], indices: tuple[int, ...], axis: int, length: int) -> Iterable[Piece]:
+    pieces = list(pieces)
+    for position, first, step, count in progressions(tuple(k % length for k in indices)):
+        for piece in pieces:
+            for part in select(piece, axis + 1, first, step, count):
+                yield shift(part, axis + 1, position)
+
+
+def _tied(piece: Piece, axis: int, first: int) -> Piece:
+    """Target axis `axis`, counted from 0, becomes the family axis, counted from `first`."""
+    digits = tuple(d._replace(t_axis=0) if d.t_axis == axis else d for d in piece.digits if d.t_axis != 0)
+    origin = list(piece.t_origin)
+    origin[0], origin[axis] = first + origin[axis], 0
+    return drop_axis(piece._replace(t_origin=tuple(origin), digits=digits), axis)
+
+
+def _rearranged(expr: Rearrange, value: Value) -> Value:
+    left, right = split_pattern(expr.pattern)
+    sizes = axis_sizes(expr, value.shape)
+    pieces = value.pieces
+    for group_index in reversed(range(len(left))):
+        group, axis = left[group_index], group_index + 1
+        if not group:
+            pieces = [drop_axis(piece, axis) for piece in pieces]
+        for name in reversed(group[1:]):
+            pieces = [part for piece in pieces for part in split_axis(insert_axis(piece, axis + 1), axis, sizes[name], axis + 1)]
+    names = [name for group in left for name in group]
+    place = {}
+    for group_index, group in enumerate(right):
+        for k, name in enumerate(group):
+            place[name] = (group_index + 1, math.prod(sizes[inner] for inner in group[k + 1 :]))
+    done = []
+    for piece in pieces:
+        origin = [piece.t_origin[0]] + [0] * len(right)
+        for k, name in enumerate(names):
+            axis, radix = place[name]
+            origin[axis] += piece.t_origin[k + 1] * radix
+        digits = []
+        for d in piece.digits:
+            if d.t_axis:
+                axis, radix = place[names[d.t_axis - 1]]
+                d = d._replace(t_axis=axis, t_radix=d.t_radix * radix)
+            digits.append(d)
+        done.append(piece._replace(t_origin=tuple(origin), digits=tuple(digits)))
+    return Value(tuple(math.prod(sizes[name] for name in group) for group in right), done)
+
+
+class SourceShards(NamedTuple):
+    """The distinct shards of the tensors that one source name stands for over a range of layers.
+
+    Attributes:
+      family: Index of the family in the plan.
+      first: Family variable of the family's first tensor.
+      layers: Half-open range of the family variable that these boxes hold for.
+      boxes: int64 [shards, axes, 2].
+      strides: Local strides of each shard, elements.
+    """
+
+    family: int
+    first: int
+    layers: tuple[int, int]
+    boxes: np.ndarray
+    strides: list[tuple[int, ...]]
+
+
+class Template(NamedTuple):
+    """A move before its ranks are chosen. Offsets and strides in elements of the local buffers; `-1` families are fills."""
+
+    family: int
+    shard: int
+    steps: tuple[object, ...]
+    dims: tuple[tuple[int, int, int], ...]  # (extent, source stride, target stride), outermost first, at most MAX_DIMS
+    source_offset: int
+    target_offset: int
+    count: int
+    source_tensor: int
+    source_tensor_step: int
+    source_offset_step: int
+    layer: int
+    layer_step: int
+
+    @property
+    def size(self) -> int:
+        """Elements of one tensor's part."""
+        return math.prod(n for n, _, _ in self.dims)
+
+
+class Lowerer:
+    """Clips a value to target boxes.
+
+    Args:
+      value: From `denote`.
+      shards: The shards of each source name, one entry per range of layers with the same layout.
+    """
+
+    def __init__(self, value: Value, shards: Callable[[str], list[SourceShards]]):
+        self.pieces = value.pieces
+        axes = range(len(value.shape))
+        self.spans = np.array([[span(piece, TARGET, a + 1) for a in axes] for piece in value.pieces], np.int64)
+        self.spans = self.spans.reshape(len(value.pieces), len(value.shape), 2)
+        self.shards = shards
+
+    def lower_box(self, box: Box, strides: Sequence[int], layers: tuple[int, int], buffer_origin: Sequence[int]) -> list[Template]:
+        """All templates that fill a target box.
+
+        Args:
+          box: In the target's global coordinates.
+          strides: Of the target's local buffer, elements.
+          layers: Half-open range of the family variable.
+          buffer_origin: Global coordinate of the first element of the local buffer (a box may be a band of a shard).
+        """
+        bounds = np.array(box, np.int64).reshape(-1, 2)
+        near = ((self.spans[:, :, 0] < bounds[:, 1]) & (bounds[:, 0] < self.spans[:, :, 1])).all(1)
+        out: list[Template] = []
+        for k in np.nonzero(near)[0]:
+            for piece in clip_box(self.pieces[k], TARGET, (layers, *box)):
+                if piece.source is None:
+                    out += _emit(piece, -1, 0, 0, None, (), buffer_origin, strides)
+                    continue
+                out += self._from_sources(piece, buffer_origin, strides)
+        return out
+
+    def _from_sources(self, piece: Piece, buffer_origin: Sequence[int], strides: Sequence[int]) -> list[Template]:
+        assert piece.source is not None
+        out: list[Template] = []
+        literal = name_pattern(piece.source).is_literal
+        reach = np.array([span(piece, SOURCE, a) for a in range(1, len(piece.s_origin))], np.int64).reshape(-1, 2)
+        for held in self.shards(piece.source):
+            range_ = (0, 1) if literal else held.layers
+            near = ((held.boxes[:, :, 0] < reach[:, 1]) & (reach[:, 0] < held.boxes[:, :, 1])).all(1)
+            for shard in np.nonzero(near)[0].tolist():
+                box = tuple((lo, hi) for lo, hi in held.boxes[shard].tolist())
+                origin = tuple(lo for lo, _ in box)
+                for part in clip_box(piece, SOURCE, (range_, *box)):
+                    first = 0 if literal else held.first
+                    out += _emit(part, held.family, shard, first, origin, held.strides[shard], buffer_origin, strides)
+        return out
+
+
+def _emit(
+    piece: Piece,
+    family: int,
+    shard: int,
+    first: int,
+    source_start: Sequence[int] | None,
+    source_strides: Sequence[int],
+    target_start: Sequence[int],
+    target_strides: Sequence[int],
+) -> list[Template]:
+    target_offset = sum((piece.t_origin[a + 1] - lo) * step for a, (lo, step) in enumerate(zip(target_start, target_strides, strict=True)))
+    source_offset = 0
+    if source_start is not None:
+        source_offset = sum((piece.s_origin[a + 1] - lo) * step for a, (lo, step) in enumerate(zip(source_start, source_strides, strict=True)))
+    dims: list[tuple[int, int, int]] = []
+    count, tensor_step, offset_step, layer_step = 1, 0, 0, 1
+    for n, t_axis, t_radix, s_axis, s_radix in piece.digits:
+        stride = s_radix * source_strides[s_axis - 1] if s_axis > 0 else 0
+        if t_axis == 0:
+            count, layer_step = n, t_radix
+            tensor_step, offset_step = (s_radix, 0) if s_axis == 0 else (0, stride)
+        else:
+            dims.append((n, stride, t_radix * target_strides[t_axis - 1]))
+    dims = merge_dims(dims)
+    tensor = piece.s_origin[0] - first if source_start is not None else 0
+    heads = [(source_offset, target_offset)]
+    while len(dims) > MAX_DIMS:
+        n, source_stride, target_stride = dims.pop(0)
+        heads = [(s + k * source_stride, t + k * target_stride) for s, t in heads for k in range(n)]
+    return [
+        Template(family, shard, piece.steps, tuple(dims), s, t, count, tensor, tensor_step, offset_step, piece.t_origin[0], layer_step)
+        for s, t in heads
+    ]
+
+
+def merge_dims(dims: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Sorts by falling target stride and joins dimensions that are contiguous on both sides."""
+    out: list[tuple[int, int, int]] = []
+    for n, source_stride, target_stride in sorted(dims, key=lambda d: (-d[2], d[1])):
+        if out and out[-1][1] == n * source_stride and out[-1][2] == n * target_stride:
+            out[-1] = (out[-1][0] * n, source_stride, target_stride)
+        else:
+            out.append((n, source_stride, target_stride))
+    return out

@@ -1,0 +1,156 @@
+"""A mapping: for each target name, the expression that gives its value."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping as AbstractMapping
+from typing import NamedTuple
+
+from shardfly_jax.sharding.errors import LanguageError
+from shardfly_jax.sharding.language import Alias, Expr, FamilyIndex, Index, Src, children, outer_fuse, rewrite
+from shardfly_jax.sharding.patterns import FAMILY, Affine, NamePattern, name_pattern, name_shape
+
+
+class Mapping(AbstractMapping[str, Expr]):
+    """Target name patterns and their expressions.
+
+    A literal name beats a pattern. Two patterns that match one name are a fault, found when the plan is made.
+
+    Raises:
+      LanguageError: An entry is not an expression, uses a variable that its name does not bind, or nests fuse or alias.
+    """
+
+    def __init__(self, entries: AbstractMapping[str, Expr]):
+        self._entries = dict(entries)
+        self._literals: set[str] = set()
+        self._by_shape: dict[str, list[NamePattern]] = {}
+        for text, expr in self._entries.items():
+            if not isinstance(expr, Expr):
+                raise LanguageError(f"mapping: {text!r} is {expr!r}, but an expression such as sf.src('name') is needed.")
+            pattern = name_pattern(text)
+            try:
+                outer_fuse(expr)
+            except LanguageError as error:
+                raise LanguageError(f"mapping: {text!r}: {error}") from None
+            if unbound := sorted(_variables(expr) - set(pattern.variables)):
+                raise LanguageError(f"mapping: {text!r} uses the variables {unbound}, but its name does not bind them.")
+            if pattern.is_literal:
+                self._literals.add(text)
+            else:
+                self._by_shape.setdefault(pattern.shape, []).append(pattern)
+
+    def __getitem__(self, text: str) -> Expr:
+        return self._entries[text]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def candidates(self, name: str) -> list[tuple[str, dict[str, int]]]:
+        """Entries that match a target name, with the values of their variables; a literal one stands alone."""
+        if name in self._literals:
+            return [(name, {})]
+        found = []
+        for pattern in self._by_shape.get(name_shape(name), ()):
+            values = pattern.match(name)
+            if values is not None:
+                found.append((pattern.text, values))
+        return found
+
+    @classmethod
+    def identity(cls, names: AbstractMapping[str, object]) -> Mapping:
+        """Every target is the source of the same name; the first number of a name counts along its family."""
+        entries: dict[str, Expr] = {}
+        for name in names:
+            head, *rest = _split_first_number(name)
+            text = head + "{" + FAMILY + "}" + rest[0] if rest else head
+            entries[text] = Src(text)
+        return cls(entries)
+
+
+def _split_first_number(name: str) -> list[str]:
+    parts = name.split(".")
+    for k, part in enumerate(parts):
+        if part.isdigit() and str(int(part)) == part:
+            before, after = ".".join(parts[:k]), ".".join(parts[k + 1 :])
+            return [before + "." if before else "", "." + after if after else ""]
+    return [name]
+
+
+def _variables(expr: Expr) -> set[str]:
+    found: set[str] = set()
+    todo = [expr]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, Src | Alias):
+            found |= set(name_pattern(node.name).variables)
+        if isinstance(node, Index):
+            found |= {item.value.variable for item in node.items if isinstance(item, FamilyIndex)}
+        todo += children(node)
+    return found
+
+
+class Bound(NamedTuple):
+    """An entry with every variable but the family's replaced by its value."""
+
+    pattern: str
+    expr: Expr
+
+
+def bind(text: str, expr: Expr, values: AbstractMapping[str, int]) -> Bound:
+    """Replaces enumerated variables; `{i}` stays."""
+    values = {name: value for name, value in values.items() if name != FAMILY}
+    pattern = name_pattern(text).bind(values)
+    if not values:
+        return Bound(pattern, expr)
+
+    def leaf(node: Expr) -> Expr | None:
+        if isinstance(node, Src | Alias):
+            return type(node)(name_pattern(node.name).bind(values))
+        if isinstance(node, Index):
+            return Index(rewrite(node.value, leaf), tuple(_bound_item(item, values) for item in node.items))
+        return None
+
+    return Bound(pattern, rewrite(expr, leaf))
+
+
+def _bound_item(item: int | slice | FamilyIndex, values: AbstractMapping[str, int]) -> int | slice | FamilyIndex:
+    if isinstance(item, FamilyIndex) and item.value.variable in values:
+        return item.value.at(values[item.value.variable])
+    return item
+
+
+def compose(outer: AbstractMapping[str, Expr], inner: AbstractMapping[str, Expr]) -> Mapping:
+    """`outer` with every source name replaced by its expression in `inner`: N + M adapters give N x M routes.
+
+    Names are matched as text once variables are bound: `outer` may read `h.{i}.w` where `inner` defines `h.{i}.w`, or
+    read it at an index if `inner` defines a stacked name.
+
+    Raises:
+      LanguageError: `outer` reads a name that `inner` does not define.
+    """
+
+    def leaf(node: Expr) -> Expr | None:
+        if not isinstance(node, Src):
+            return None
+        if node.name not in inner:
+            raise LanguageError(f"compose: {node.name!r} is read, but the inner mapping does not define it.")
+        return inner[node.name]
+
+    return Mapping({name: rewrite(expr, leaf) for name, expr in outer.items()})
+
+
+def matches(name: str, patterns: tuple[str, ...]) -> str | None:
+    """The first of some patterns that matches a name: `{i}` patterns, or shell-style `*` and `?`."""
+    for text in patterns:
+        if "{" in text:
+            if name_pattern(text).match(name) is not None:
+                return text
+        elif fnmatch.fnmatchcase(name, text):
+            return text
+    return None
+
+
+__all__ = ["Affine", "Bound", "Mapping", "bind", "compose", "matches"]

@@ -1,0 +1,191 @@
+"""The plan's only data instruction, as a table of columns.
+
+A row is a *template*: one record stands for all layers of a family. Its k-th expansion, `0 <= k < count`, copies
+
+    for each step of `extents`:
+      target family's tensor `target_tensor + k * target_tensor_step`, on `target_rank`, element
+          `target_offset + sum(step * target_strides)`
+      <- convert(source family's tensor `source_tensor + k * source_tensor_step`, on `source_rank`, element
+          `source_offset + k * source_offset_step + sum(step * source_strides)`)
+
+Offsets and strides count elements of local buffers, 64-bit. A row whose source rank is a rollout rank *forwards* bytes
+that an earlier row brought there. A fill has no source (family and rank -1).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shardfly_jax.sharding.lowering import MAX_DIMS
+
+
+class Move(NamedTuple):
+    """One row of the table, as Python numbers (see the module docstring)."""
+
+    source_family: int
+    source_rank: int
+    target_family: int
+    target_rank: int
+    extents: tuple[int, ...]
+    source_strides: tuple[int, ...]
+    target_strides: tuple[int, ...]
+    source_offset: int
+    target_offset: int
+    count: int
+    source_tensor: int
+    source_tensor_step: int
+    source_offset_step: int
+    target_tensor: int
+    target_tensor_step: int
+    convert: int
+    band: int
+    hop: int
+    order: int
+    order_step: int
+    order_span: int
+
+
+NARROW = ("source_family", "source_rank", "target_family", "target_rank", "count", "convert", "band", "hop", "source_tensor",
+          "source_tensor_step", "target_tensor", "target_tensor_step")  # fmt: skip
+VECTORS = ("extents", "source_strides", "target_strides")
+
+
+def column_dtype(name: str) -> type[np.signedinteger]:
+    """int32 for ids and counts, int64 for everything that measures elements or order."""
+    return np.int32 if name in NARROW else np.int64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MoveTable:
+    """Columns of equal length; vectors are [rows, MAX_DIMS], padded with extents 1 and strides 0.
+
+    Besides the fields of the instruction:
+      band: Id of the band a row fills, and from which forwards of that band are fed; -1 where nothing is forwarded.
+      hop: 0 from a trainer, 1 from a root, and so on.
+      order, order_step, order_span: The k-th expansion occupies the order numbers from `order + k * order_step`, its
+        chunks spread evenly over `order_span`. Dependencies always point to smaller numbers.
+    """
+
+    columns: dict[str, np.ndarray]
+
+    @classmethod
+    def from_columns(cls, **columns: np.ndarray | int) -> MoveTable:
+        """Builds a table; a plain number fills its column.
+
+        Raises:
+          ValueError: A column is missing or unknown.
+        """
+        if set(columns) != set(Move._fields):
+            raise ValueError(f"columns differ by {sorted(set(columns) ^ set(Move._fields))}")
+        rows = len(next(c for c in columns.values() if isinstance(c, np.ndarray)))
+        table = {}
+        for name in Move._fields:
+            shape = (rows, MAX_DIMS) if name in VECTORS else (rows,)
+            table[name] = np.array(np.broadcast_to(np.asarray(columns[name]), shape), column_dtype(name))
+            table[name].setflags(write=False)
+        return cls(table)
+
+    @classmethod
+    def empty(cls) -> MoveTable:
+        """A table without rows."""
+        return cls.from_columns(**{name: np.zeros((0, MAX_DIMS) if name in VECTORS else 0, np.int64) for name in Move._fields})
+
+    @staticmethod
+    def concatenate(tables: Sequence[MoveTable]) -> MoveTable:
+        """Rows of all tables, in turn."""
+        if not tables:
+            return MoveTable.empty()
+        return MoveTable({name: np.concatenate([t.columns[name] for t in tables]) for name in Move._fields})
+
+    def __getattr__(self, name: str) -> np.ndarray:
+        try:
+            return self.columns[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __len__(self) -> int:
+        return len(self.columns["count"])
+
+    def __getitem__(self, row: int) -> Move:
+        values = {}
+        for name, column in self.columns.items():
+            values[name] = tuple(column[row].tolist()) if name in VECTORS else int(column[row])
+        dims = [d for d in zip(*(values.pop(name) for name in VECTORS), strict=True) if d[0] != 1]
+        extents, source_strides, target_strides = zip(*dims, strict=True) if dims else ((), (), ())
+        return Move(**values, extents=extents, source_strides=source_strides, target_strides=target_strides)
+
+    def __iter__(self) -> Iterator[Move]:
+        return (self[row] for row in range(len(self)))
+
+    def take(self, rows: np.ndarray) -> MoveTable:
+        """The given rows, in the given order."""
+        return MoveTable({name: column[rows] for name, column in self.columns.items()})
+
+    @property
+    def size(self) -> np.ndarray:
+        """Elements of one expansion of each row."""
+        return self.columns["extents"].prod(axis=1)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the table itself."""
+        return sum(column.nbytes for column in self.columns.values())
+
+    def run_lengths(self) -> np.ndarray:
+        """Elements that are contiguous on both sides, per row: the innermost extent where both strides are 1, else 1."""
+        inner = (self.columns["source_strides"] == 1) & (self.columns["target_strides"] == 1)
+        return np.where(inner, self.columns["extents"], 1).max(axis=1)
+
+    def expanded(self) -> tuple[np.ndarray, np.ndarray]:
+        """Row and k of every expansion, in global order.
+
+        Returns:
+          `rows`, `ks`: int64 [expansions].
+        """
+        count = self.columns["count"].astype(np.int64)
+        rows = np.repeat(np.arange(len(self)), count)
+        ks = np.arange(len(rows)) - np.repeat(np.cumsum(count) - count, count)
+        order = self.columns["order"][rows] + ks * self.columns["order_step"][rows]
+        sorted_ = np.argsort(order, kind="stable")
+        return rows[sorted_], ks[sorted_]
+
+
+class View(NamedTuple):
+    """A strided region of a flat buffer: offset, extents and strides in elements, extents of 1 left out."""
+
+    offset: int
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def of(self, flat: np.ndarray) -> np.ndarray:
+        """The region of a flat array, without copying.
+
+        Raises:
+          IndexError: It reaches outside the array.
+        """
+        reach = [(n - 1) * step for n, step in zip(self.extents, self.strides, strict=True)]
+        lo = self.offset + sum(r for r in reach if r < 0)
+        hi = self.offset + sum(r for r in reach if r > 0)
+        if lo < 0 or hi >= len(flat):
+            raise IndexError(f"elements {lo} to {hi} of a buffer of {len(flat)}")
+        return np.lib.stride_tricks.as_strided(flat[self.offset :], self.extents, [step * flat.itemsize for step in self.strides])
+
+
+def source_view(move: Move, k: int) -> View:
+    """What expansion `k` of a move reads."""
+    return View(move.source_offset + k * move.source_offset_step, move.extents, move.source_strides)
+
+
+def target_view(move: Move) -> View:
+    """What each expansion of a move writes."""
+    return View(move.target_offset, move.extents, move.target_strides)
+
+
+def move_size(move: Move) -> int:
+    """Elements of one expansion."""
+    return math.prod(move.extents)

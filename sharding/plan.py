@@ -1,0 +1,216 @@
+"""A plan: immutable data from which every executor, report and simulation works.
+
+Equal inputs give equal bytes on every machine and in every process; `digest` proves it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import zipfile
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from shardfly_jax.sharding import codec
+from shardfly_jax.sharding.errors import PlanFileError
+from shardfly_jax.sharding.formats import Conversion, itemsize
+from shardfly_jax.sharding.moves import Move, MoveTable
+from shardfly_jax.sharding.problem import Family
+
+FILE_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Replica:
+    """Rollout ranks that serve together; versions and poison belong to it.
+
+    Attributes:
+      name: Unique in the plan.
+      tree: The target tree it belongs to.
+      ranks: Plan-wide rank numbers.
+    """
+
+    name: str
+    tree: str
+    ranks: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Which bytes go from where to where, converted how, forwarded along which replicas, in what order.
+
+    Attributes:
+      families: Targets, then sources.
+      moves: The table of moves, in order of their first expansion.
+      conversions: What the `convert` column names.
+      bands: int64; bytes of each band, which must all have arrived before it is forwarded.
+      source_ranks, target_ranks: Trainers are ranks 0 to `source_ranks`; rollouts follow.
+      replicas: In rank order.
+      keep: Patterns of targets that are never touched.
+    """
+
+    families: tuple[Family, ...]
+    moves: MoveTable
+    conversions: tuple[Conversion, ...]
+    bands: np.ndarray
+    source_ranks: int
+    target_ranks: int
+    replicas: tuple[Replica, ...]
+    keep: tuple[str, ...]
+
+    @property
+    def ranks(self) -> int:
+        """Trainer and rollout ranks together."""
+        return self.source_ranks + self.target_ranks
+
+    @property
+    def source_families(self) -> tuple[int, ...]:
+        """Indices of the families that are read."""
+        return tuple(k for k, family in enumerate(self.families) if family.expr is None)
+
+    @property
+    def target_families(self) -> tuple[int, ...]:
+        """Indices of the families that are written."""
+        return tuple(k for k, family in enumerate(self.families) if family.expr is not None)
+
+    @cached_property
+    def row_nbytes(self) -> np.ndarray:
+        """int64 [rows]: bytes written by all expansions of each row, after conversion."""
+        sizes = np.array([itemsize(conversion.target) for conversion in self.conversions], np.int64)
+        return self.moves.size * self.moves.count * sizes[self.moves.convert]
+
+    def traffic(self) -> np.ndarray:
+        """Payload between ranks.
+
+        Returns:
+          int64 [ranks, ranks], bytes from row to column. The diagonal holds copies within a rank (aliases with a buffer
+          of their own); fills are not traffic.
+        """
+        moving = self.moves.source_rank >= 0
+        cell = self.moves.source_rank[moving].astype(np.int64) * self.ranks + self.moves.target_rank[moving]
+        matrix = np.zeros(self.ranks * self.ranks, np.int64)
+        np.add.at(matrix, cell, self.row_nbytes[moving])
+        return matrix.reshape(self.ranks, self.ranks)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Payload: bytes that travel from one rank to another, forwards included."""
+        matrix = self.traffic()
+        return int(matrix.sum() - np.trace(matrix))
+
+    @cached_property
+    def egress_nbytes(self) -> int:
+        """Bytes that the trainers send: each distinct byte once, whatever the number of replicas."""
+        return int(self.traffic()[: self.source_ranks].sum())
+
+    @cached_property
+    def target_nbytes(self) -> int:
+        """Bytes of all target shards on all ranks."""
+        return int(self.row_nbytes.sum())
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Temporary bytes that the plan needs beside sources and targets: none without quantization."""
+        return 0
+
+    @cached_property
+    def first_hop_nbytes(self) -> np.ndarray:
+        """int64 [target_ranks]: bytes each rollout rank receives straight from trainers."""
+        return self.traffic()[: self.source_ranks, self.source_ranks :].sum(axis=0)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of everything the plan says, as 64 hexadecimal digits."""
+        sha = hashlib.sha256(json.dumps(self._header(), sort_keys=True).encode())
+        for name, column in sorted(self.moves.columns.items()):
+            sha.update(name.encode())
+            sha.update(np.ascontiguousarray(column, column.dtype.newbyteorder("<")).tobytes())
+        sha.update(np.ascontiguousarray(self.bands, "<i8").tobytes())
+        return sha.hexdigest()
+
+    def _header(self) -> dict[str, Any]:
+        return {
+            "format": FILE_FORMAT,
+            "families": [codec.family_to_json(family) for family in self.families],
+            "conversions": [codec.conversion_to_json(conversion) for conversion in self.conversions],
+            "source_ranks": self.source_ranks,
+            "target_ranks": self.target_ranks,
+            "replicas": [dataclasses.astuple(replica) for replica in self.replicas],
+            "keep": list(self.keep),
+        }
+
+    def save(self, path: str | Path | BinaryIO) -> None:
+        """Writes the plan as a compressed `.npz` with a JSON header; nothing in it is executable."""
+        header = json.dumps({**self._header(), "digest": self.digest})
+        arrays = {"header": np.frombuffer(header.encode(), np.uint8), "bands": self.bands, **self.moves.columns}
+        if isinstance(path, str | Path):
+            with Path(path).open("wb") as file:  # a path is taken as it is; NumPy would append .npz
+                np.savez_compressed(file, **arrays)
+        else:
+            np.savez_compressed(path, **arrays)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__} {self.digest[:12]}: {len(self.moves)} moves, {self.source_ranks} trainer ranks -> "
+            f"{self.target_ranks} rollout ranks, {self.nbytes / 1e9:.3g} GB payload>"
+        )
+
+    def move_nbytes(self, move: Move) -> int:
+        """Bytes that one expansion of a move writes."""
+        size = itemsize(self.conversions[move.convert].target)
+        for extent in move.extents:
+            size *= extent
+        return size
+
+
+def load(path: str | Path | BinaryIO) -> Plan:
+    """Reads a plan that `save` wrote.
+
+    Raises:
+      PlanFileError: The file is no plan, of another format version, or damaged.
+      FileNotFoundError: There is no such file.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as data:
+            arrays = {name: data[name] for name in data.files}
+        header = json.loads(arrays.pop("header").tobytes())
+        if header["format"] != FILE_FORMAT:
+            raise PlanFileError(f"plan file: {path} has format {header['format']}, but this version reads {FILE_FORMAT}. Make the plan again.")
+        bands = arrays.pop("bands")
+        plan = Plan(
+            families=tuple(codec.family_from_json(item) for item in header["families"]),
+            moves=MoveTable.from_columns(**arrays),
+            conversions=tuple(codec.conversion_from_json(item) for item in header["conversions"]),
+            bands=bands,
+            source_ranks=header["source_ranks"],
+            target_ranks=header["target_ranks"],
+            replicas=tuple(Replica(name, tree, tuple(ranks)) for name, tree, ranks in header["replicas"]),
+            keep=tuple(header["keep"]),
+        )
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        if isinstance(error, PlanFileError):
+            raise
+        raise PlanFileError(f"plan file: {path} cannot be read as a plan: {error}. Make the plan again.") from error
+    if plan.digest != header["digest"]:
+        raise PlanFileError(f"plan file: {path} holds digest {header['digest'][:12]}, but its contents give {plan.digest[:12]}. It is damaged; make the plan again.")
+    return plan
+
+
+def saved_nbytes(plan: Plan) -> int:
+    """Size of the file that `save` would write, bytes."""
+    buffer = io.BytesIO()
+    plan.save(buffer)
+    return buffer.tell()

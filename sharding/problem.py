@@ -1,0 +1,331 @@
+"""From trees and mappings to families and units of work, with every fault found on the way.
+
+A *family* is the run of tensors that one target pattern names and that share one layout. A *unit* is a family, or the
+part of one, over which the expression, the source types and the target boxes do not change: lowered once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping as AbstractMapping
+
+from shardfly_jax.sharding.errors import LanguageError, PlanError
+from shardfly_jax.sharding.formats import is_narrowing
+from shardfly_jax.sharding.inference import TensorType, infer
+from shardfly_jax.sharding.language import Alias, Astype, Expr, outer_fuse, sources
+from shardfly_jax.sharding.layouts import Layout, LocalTensors
+from shardfly_jax.sharding.mapping import Mapping, bind, matches
+from shardfly_jax.sharding.patterns import FAMILY, name_pattern
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Family:
+    """Tensors `pattern.format(i)` for `first <= i < first + count` that share one layout, in plan-wide rank numbers.
+
+    Attributes:
+      tree: Name of the target tree, or "" for sources.
+      pattern: Name, with `{i}` unless there is just one tensor of a literal name.
+      expr: The bound expression; None for sources.
+      alias_of: Pattern of the target in the same tree whose buffer this may share.
+    """
+
+    tree: str
+    pattern: str
+    first: int
+    count: int
+    layout: Layout
+    expr: Expr | None = None
+    alias_of: str | None = None
+
+    def name(self, tensor: int) -> str:
+        """Name of the `tensor`-th member, counted from 0."""
+        return name_pattern(self.pattern).format({FAMILY: self.first + tensor})
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all members."""
+        return [self.name(k) for k in range(self.count)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unit:
+    """Layers `[layers[0], layers[1])` of a target family, lowered together.
+
+    Attributes:
+      cuts: Ranges into which the target is cut along the axis of its fuse; empty without one.
+    """
+
+    family: int
+    expr: Expr
+    layers: tuple[int, int]
+    cuts: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TargetTree:
+    """One tree of targets.
+
+    Attributes:
+      name: Of the tree, unique.
+      tensors: Layouts by name, in ranks counted from 0 within this tree.
+      mapping: None for same names and shapes.
+      ranks: How many ranks the tree has.
+      replicas: Sets of those ranks that serve together, by replica name; empty for one replica of all ranks.
+    """
+
+    name: str
+    tensors: AbstractMapping[str, Layout | LocalTensors]
+    mapping: Mapping | None
+    ranks: int
+    replicas: AbstractMapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+
+class Problem:
+    """What must be moved: families, units, and for each unit its sources.
+
+    Args:
+      tensors: Source layouts by name, in trainer ranks.
+      source_ranks: How many trainer ranks there are.
+      targets: The target trees; their ranks follow the trainers', tree after tree.
+      allow_cast: Target names that may be narrowed, e.g. `("*",)`.
+      keep: Target names that are never touched.
+      unused: Source names that no target needs.
+
+    Raises:
+      PlanError: Lists every fault.
+    """
+
+    def __init__(
+        self,
+        tensors: AbstractMapping[str, Layout],
+        source_ranks: int,
+        targets: Iterable[TargetTree],
+        *,
+        allow_cast: tuple[str, ...] = (),
+        keep: tuple[str, ...] = (),
+        unused: tuple[str, ...] = (),
+    ):
+        self.tensors, self.source_ranks, self.targets = tensors, source_ranks, list(targets)
+        self.allow_cast, self.keep, self.unused = allow_cast, keep, unused
+        self.faults: list[str] = []
+        self.families: list[Family] = []
+        self.units: list[Unit] = []
+        self._used: set[str] = set()
+        self._kept: set[str] = set()
+        self._types: dict[tuple[str, int], TensorType] = {}
+        self.source_families: dict[str, list[int]] = {}
+        base = source_ranks
+        for tree in self.targets:
+            self._add_tree(tree, base)
+            base += tree.ranks
+        self.target_ranks = base - source_ranks
+        self._check_leftovers()
+        if not self.faults:
+            self._make_units()
+        if not self.faults and not self.units:
+            self.faults.append("empty: no target would be written. Check that the mapping's patterns name the targets.")
+        if self.faults:
+            raise PlanError(self.faults)
+        self._add_source_families()
+
+    # --- targets: names to families
+
+    def _add_tree(self, tree: TargetTree, base: int) -> None:
+        mapping = Mapping.identity(tree.tensors) if tree.mapping is None else tree.mapping
+        members: dict[tuple[int, tuple[tuple[str, int], ...]], dict[int, str]] = {}
+        position = {text: k for k, text in enumerate(mapping)}
+        for name in tree.tensors:
+            if kept := matches(name, self.keep):
+                self._kept.add(kept)
+                continue
+            found = mapping.candidates(name)
+            if not found:
+                self._fault("unmapped", tree, name, "matches no pattern of the mapping. Map it, or list it in keep=")
+            elif len(found) > 1:
+                texts = ", ".join(repr(text) for text, _ in found)
+                self._fault("doubly mapped", tree, name, f"matches the patterns {texts}. Narrow one, e.g. with a range {{i:3:}}")
+            else:
+                text, values = found[0]
+                others = tuple(sorted((key, value) for key, value in values.items() if key != FAMILY))
+                members.setdefault((position[text], others), {})[values.get(FAMILY, 0)] = name
+        texts_ = list(mapping)
+        reached = {k for k, _ in members}
+        for text, k in position.items():
+            if k not in reached and not isinstance(mapping[text], Alias) and not self._only_kept(text, tree):
+                self.faults.append(f"unmatched: the pattern {text!r} matches no target of {tree.name!r}. Remove it, or mend the name.")
+        for (k, others), names in sorted(members.items()):
+            self._add_entry(tree, base, mapping, texts_[k], dict(others), names)
+
+    def _only_kept(self, text: str, tree: TargetTree) -> bool:
+        pattern = name_pattern(text)
+        return any(matches(name, self.keep) and pattern.match(name) is not None for name in tree.tensors)
+
+    def _fault(self, kind: str, tree: TargetTree, name: str, message: str) -> None:
+        self.faults.append(f"{kind}: target {name!r} of {tree.name!r} {message}.")
+
+    def _add_entry(self, tree: TargetTree, base: int, mapping: Mapping, text: str, others: dict[str, int], names: dict[int, str]) -> None:
+        bound = bind(text, mapping[text], others)
+        pattern, expr, alias_of = bound.pattern, bound.expr, None
+        if isinstance(expr, Alias):
+            alias_of = expr.name
+            try:
+                expr = _resolve_alias(mapping, expr, names)
+            except LanguageError as error:
+                self._fault("alias", tree, next(iter(names.values())), str(error).rstrip("."))
+                return
+        layouts: dict[int, Layout] = {}
+        for i in sorted(names):
+            layout = self._checked_layout(tree, names[i], expr, i)
+            if layout is not None:
+                layouts[i] = layout.shifted(base)
+        for first, stop in runs([(i, layout) for i, layout in layouts.items()]):
+            self.families.append(Family(tree.name, pattern, first, stop - first, layouts[first], expr, alias_of))
+
+    def _checked_layout(self, tree: TargetTree, name: str, expr: Expr, i: int) -> Layout | None:
+        try:
+            shape, dtype = infer(expr, self._lookup, range(i, i + 1))
+        except LanguageError as error:
+            missing = isinstance(error, _MissingSource)
+            self._fault("missing" if missing else "misshapen", tree, name, f"cannot be built: {str(error).rstrip('.')}")
+            return None
+        given = tree.tensors[name]
+        try:
+            layout = given.whole(shape) if isinstance(given, LocalTensors) else given
+        except PlanError as error:
+            self._fault("misshapen", tree, name, str(error))
+            return None
+        if layout.shape != shape:
+            self._fault("misshapen", tree, name, f"has shape {layout.shape}, but its mapping gives {shape}. Mend the mapping or the target")
+            return None
+        if layout.ranks[-1] >= tree.ranks:
+            self._fault("misshapen", tree, name, f"has a box for rank {layout.ranks[-1]}, but the tree has {tree.ranks} ranks")
+            return None
+        if 0 in shape:
+            self._fault("zero-size", tree, name, f"has shape {shape}, which holds nothing. Leave it out of the target or list it in keep=")
+            return None
+        if is_narrowing(dtype, layout.dtype) and not matches(name, self.allow_cast):
+            self._fault(
+                "narrowing", tree, name, f"is {layout.dtype}, but its source is {dtype} and values would be rounded. "
+                f"List it in allow_cast=, or write .astype({layout.dtype!r}) in the mapping",
+            )  # fmt: skip
+            return None
+        return layout
+
+    def _lookup(self, name: str, layers: range) -> TensorType:
+        pattern = name_pattern(name)
+        types = {self._type_of(name, 0 if pattern.is_literal else i) for i in layers}
+        if len(types) > 1:
+            raise LanguageError(f"source {name!r} differs from layer to layer: {sorted(types)}")
+        return types.pop()
+
+    def _type_of(self, name: str, i: int) -> TensorType:
+        key = (name, i)
+        if key not in self._types:
+            member = name_pattern(name).format({FAMILY: i})
+            layout = self.tensors.get(member)
+            if layout is None:
+                raise _MissingSource(f"source {member!r} does not exist")
+            self._used.add(member)
+            self._types[key] = TensorType(layout.shape, layout.dtype)
+        return self._types[key]
+
+    def _check_leftovers(self) -> None:
+        for pattern in self.keep:
+            if pattern not in self._kept:
+                self.faults.append(f"unmatched: keep= has {pattern!r}, which matches no target. Remove it, or mend the name.")
+        idle = [name for name in self.tensors if name not in self._used]
+        for pattern in self.unused:
+            if not any(matches(name, (pattern,)) for name in idle):
+                self.faults.append(f"unmatched: unused= has {pattern!r}, which matches no idle source. Remove it, or mend the name.")
+        for name in idle:
+            if not matches(name, self.unused):
+                self.faults.append(f"unused: source {name!r} reaches no target. Map it, or list it in unused=.")
+
+    # --- families to units
+
+    def _make_units(self) -> None:
+        edges: dict[tuple[Expr, str], set[int]] = {}
+        for family in self.families:
+            assert family.expr is not None
+            found = edges.setdefault((family.expr, family.layout.dtype), set())
+            found |= {family.first, family.first + family.count}
+            for name in sources(family.expr):
+                if not name_pattern(name).is_literal:
+                    typed = [(i, self._type_of(name, i)) for i in range(family.first, family.first + family.count)]
+                    found |= {edge for run in runs(typed) for edge in run}
+        for index, family in enumerate(self.families):
+            assert family.expr is not None
+            inside = sorted(e for e in edges[family.expr, family.layout.dtype] if family.first <= e <= family.first + family.count)
+            try:
+                cuts = self._fuse_cuts(family)
+            except LanguageError as error:
+                self.faults.append(f"misshapen: target {family.name(0)!r} of {family.tree!r}: {error}")
+                continue
+            expr = Astype(family.expr, family.layout.dtype)
+            self.units += [Unit(index, expr, layers, cuts) for layers in zip(inside, inside[1:], strict=False)]
+
+    def _fuse_cuts(self, family: Family) -> tuple[tuple[int, int], ...]:
+        assert family.expr is not None
+        fused = outer_fuse(family.expr)
+        if fused is None:
+            return ()
+        shape = family.layout.shape
+        cuts = family.layout.cuts(fused.axis % len(shape))
+        edges = [lo for lo, _ in cuts] + [shape[fused.axis]]
+        if cuts[0][0] != 0 or [hi for _, hi in cuts] != edges[1:]:
+            raise LanguageError(f"fuse: the ranks cut axis {fused.axis} into {list(cuts)}, which does not tile it. Give boxes that do.")
+        return cuts
+
+    def _add_source_families(self) -> None:
+        ranges: dict[str, tuple[int, int]] = {}
+        for unit in self.units:
+            for name in sources(unit.expr):
+                lo, hi = (0, 1) if name_pattern(name).is_literal else unit.layers
+                old = ranges.get(name, (lo, hi))
+                ranges[name] = (min(lo, old[0]), max(hi, old[1]))
+        for name, (lo, hi) in ranges.items():
+            pattern = name_pattern(name)
+            known = [(i, self.tensors[member]) for i in range(lo, hi) if (member := pattern.format({FAMILY: i})) in self.tensors]
+            layouts = dict(known)
+            for first, stop in runs(known):
+                self.source_families.setdefault(name, []).append(len(self.families))
+                self.families.append(Family("", name, first, stop - first, layouts[first]))
+
+
+class _MissingSource(LanguageError):
+    pass
+
+
+def _resolve_alias(mapping: Mapping, alias: Alias, names: AbstractMapping[int, str]) -> Expr:
+    """The expression behind an alias, in terms of the alias' own family variable."""
+    first = min(names)
+    member = name_pattern(alias.name).format({FAMILY: first})
+    found = mapping.candidates(member)
+    if len(found) != 1:
+        raise LanguageError(f"the alias' target {member!r} is mapped {len(found)} times, but it must be mapped once")
+    text, values = found[0]
+    literal = name_pattern(alias.name).is_literal
+    if not literal and values.get(FAMILY) != first:
+        raise LanguageError(f"the alias' target {member!r} counts layers differently. Write its expression again")
+    if literal:
+        expr = bind(text, mapping[text], {k: v for k, v in values.items() if k != FAMILY}).expr
+        if FAMILY in values:
+            raise LanguageError(f"the alias' target {member!r} is one layer of {text!r}. Write its expression again")
+    else:
+        expr = bind(text, mapping[text], values).expr
+    if isinstance(expr, Alias):
+        raise LanguageError(f"the alias' target {member!r} is itself an alias")
+    return expr
+
+
+def runs[T](items: list[tuple[int, T]]) -> list[tuple[int, int]]:
+    """Half-open ranges of consecutive keys with equal values; `items` are in rising order of key."""
+    found: list[tuple[int, int]] = []
+    last: T | None = None
+    for key, value in items:
+        if found and found[-1][1] == key and value == last:
+            found[-1] = (found[-1][0], key + 1)
+        else:
+            found.append((key, key + 1))
+        last = value
+    return found

@@ -1,0 +1,225 @@
+"""Who needs the same bytes, who receives them first, and who passes them on.
+
+Ranks that need the same value of the same expression in the same box form a *group*. One of them, the *root*, gets it
+from the trainers, converted once; the others are fed along a chain, or a tree where a chain of small messages would
+only add latency. Roots rotate from layer to layer and band to band, so first-hop ingress spreads over the replicas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardfly_jax.sharding.language import Expr
+from shardfly_jax.sharding.layouts import Box, box_shape
+from shardfly_jax.sharding.problem import Problem
+from shardfly_jax.sharding.topology import Topology
+
+BAND_NBYTES = 16 << 20
+"""A forwarded unit is at most this large."""
+SMALLEST_BAND_NBYTES = 64 << 10
+"""Boxes are cut into a multiple of their group's size, so that all members are roots at once, down to bands of this size."""
+FILL_PERCENT = 2
+"""What filling one group's chain may add to an update: a group with many bytes in few layers gets more rounds."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Band:
+    """A part of a box whose bytes are contiguous in the local buffer.
+
+    Attributes:
+      box: Global coordinates.
+      offset, size: First element and number of elements in the local buffer.
+    """
+
+    box: Box
+    offset: int
+    size: int
+
+
+@dataclasses.dataclass(slots=True)
+class Group:
+    """Ranks that need the same bytes.
+
+    Attributes:
+      expr, layers, cuts, box, strides, itemsize: What they need, and how their buffers hold it.
+      members: (target family, rank), in the order in which bytes are passed on.
+      bands: Parts that are forwarded separately; the whole box if nothing is. A multiple of the number of members, of
+        which each is root of an equal run of bands; or one band, whose root changes from layer to layer.
+      start: Member that is root of the first band of the first layer.
+      rounds: How many parts of a layer's span the bands are spread over; each holds bands of every root.
+    """
+
+    expr: Expr
+    layers: tuple[int, int]
+    cuts: tuple[tuple[int, int], ...]
+    box: Box
+    strides: tuple[int, ...]
+    itemsize: int
+    members: list[tuple[int, int]]
+    bands: list[Band] = dataclasses.field(default_factory=list)
+    start: int = 0
+    rounds: int = 1
+
+    @property
+    def n_layers(self) -> int:
+        """Tensors that the group's bytes are spread over."""
+        return self.layers[1] - self.layers[0]
+
+    @property
+    def box_nbytes(self) -> int:
+        """Bytes of one layer of one member."""
+        return math.prod(box_shape(self.box)) * self.itemsize
+
+    @property
+    def bands_per_root(self) -> int:
+        """Length of the run of bands that share a root."""
+        return max(len(self.bands) // len(self.members), 1)
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether bytes go along a binary tree rather than a chain: where latency counts more than links."""
+        return max(band.size for band in self.bands) * self.itemsize <= SMALLEST_BAND_NBYTES
+
+
+def make_groups(problem: Problem, topology: Topology | None) -> list[Group]:
+    """The groups of a problem, banded, with roots chosen; deterministic."""
+    found: dict[tuple[object, ...], Group] = {}
+    for unit in problem.units:
+        family = problem.families[unit.family]
+        for (box, strides), ranks in family.layout.holders:
+            dense = _is_dense(box, strides)
+            for rank in ranks:
+                key = (unit.expr, unit.layers, unit.cuts, box, strides, None if dense else (unit.family, rank))
+                group = found.get(key)
+                if group is None:
+                    group = Group(unit.expr, unit.layers, unit.cuts, box, strides, family.layout.itemsize, [])
+                    found[key] = group
+                group.members.append((unit.family, rank))
+    groups = list(found.values())
+    for group in groups:
+        hosts = topology.host_of(np.array([rank for _, rank in group.members])).tolist() if topology else [0] * len(group.members)
+        group.members = [member for _, member in sorted(zip(hosts, group.members, strict=True), key=lambda hm: (hm[0], hm[1][1], hm[1][0]))]
+    held: dict[int, int] = {}
+    for group in groups:
+        for _, rank in group.members:
+            held[rank] = held.get(rank, 0) + group.box_nbytes * group.n_layers
+    largest = max(held.values(), default=1)
+    for group in groups:
+        _cut_bands(group, largest)
+    _choose_roots(groups)
+    return groups
+
+
+def _is_dense(box: Box, strides: Sequence[int]) -> bool:
+    """Whether the elements of a local buffer fill it without holes, in some order of the axes."""
+    step = 1
+    for stride, extent in sorted((s, n) for s, n in zip(strides, box_shape(box), strict=True) if n > 1):
+        if stride != step:
+            return False
+        step *= extent
+    return True
+
+
+def _cut_bands(group: Group, rank_nbytes: int) -> None:
+    """Sets a group's bands and rounds; `rank_nbytes` is what the fullest rank holds."""
+    size, members = math.prod(box_shape(group.box)), len(group.members)
+    group.bands = [Band(group.box, 0, size)]
+    nbytes = size * group.itemsize
+    most = nbytes // (SMALLEST_BAND_NBYTES * members)
+    if members == 1 or most == 0:
+        return
+    rounds = min(-(-nbytes * (members - 1) * 100 // (rank_nbytes * FILL_PERCENT)), most)
+    per_root = max(-(-nbytes // (BAND_NBYTES * members)), rounds)
+    axes = sorted(range(len(group.box)), key=lambda a: (-group.strides[a], a))
+    boxes = _cut(group.box, axes, per_root * members)
+    if len(boxes) % members:  # an axis too short to be cut evenly
+        return
+    group.bands = []
+    for box in boxes:
+        offset = sum((lo - start) * step for (lo, _), (start, _), step in zip(box, group.box, group.strides, strict=True))
+        group.bands.append(Band(box, offset, math.prod(box_shape(box))))
+    group.rounds = min(rounds, group.bands_per_root)
+
+
+def _cut(box: Box, axes: Sequence[int], count: int) -> list[Box]:
+    """About `count` contiguous parts of a box: along its outermost axis, and further in where that one is too short."""
+    while axes and box[axes[0]][1] - box[axes[0]][0] == 1:
+        axes = axes[1:]
+    if count <= 1 or not axes:
+        return [box]
+    axis, (lo, hi) = axes[0], box[axes[0]]
+    parts = min(count, hi - lo)
+    edges = [lo + k * (hi - lo) // parts for k in range(parts + 1)]
+    cut = [(*box[:axis], edge, *box[axis + 1 :]) for edge in zip(edges, edges[1:], strict=False)]
+    if parts == count:
+        return cut
+    return [inner for part in cut for inner in _cut(part, axes[1:], -(-count // parts))]
+
+
+def _choose_roots(groups: list[Group]) -> None:
+    """Sets every group's `start` so that what does not divide evenly falls on the least loaded members, large first."""
+    load: dict[int, int] = {}
+    for group in sorted(groups, key=lambda g: -g.box_nbytes * g.n_layers):
+        ranks = [rank for _, rank in group.members]
+        members = len(ranks)
+        even = group.box_nbytes * group.n_layers // members
+        if len(group.bands) > 1 or members == 1:
+            for rank in ranks:
+                load[rank] = load.get(rank, 0) + even
+            continue
+        extra = group.n_layers % members
+        if extra:
+            loads = [load.get(rank, 0) for rank in ranks]
+            best = window = sum(loads[:extra])
+            for k in range(1, members):
+                window += loads[(k + extra - 1) % members] - loads[k - 1]
+                if window < best:
+                    best, group.start = window, k
+        for k, rank in enumerate(ranks):
+            layers = group.n_layers // members + ((k - group.start) % members < extra)
+            load[rank] = load.get(rank, 0) + group.box_nbytes * layers
+
+
+def choose_sources(
+    shard_of_row: np.ndarray, holders: list[tuple[int, ...]], nbytes: np.ndarray, target_rank: np.ndarray, topology: Topology | None
+) -> np.ndarray:
+    """Picks the trainer rank that serves each row: the least loaded holder, the lowest among equals.
+
+    With a topology, holders on the receiver's own host come first.
+
+    Args:
+      shard_of_row: Index into `holders`; -1 for fills.
+      holders: Ranks that hold each shard.
+      nbytes: Payload of each row.
+      target_rank: Receiver of each row.
+
+    Returns:
+      int64 [rows]; -1 for fills.
+    """
+    first = np.array([ranks[0] for ranks in holders] or [0])
+    out = np.where(shard_of_row >= 0, first[shard_of_row], -1)
+    several = np.array([len(ranks) > 1 for ranks in holders] or [False])
+    open_rows = np.nonzero((shard_of_row >= 0) & several[shard_of_row])[0]
+    fixed = (shard_of_row >= 0) & ~several[shard_of_row]
+    top = max((max(ranks) for ranks in holders), default=0) + 1
+    load = np.bincount(out[fixed], nbytes[fixed], minlength=top).astype(np.int64).tolist()
+    per_host = topology.gpus_per_host if topology else 1 << 62
+    heaps: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for row in open_rows[np.argsort(-nbytes[open_rows], kind="stable")].tolist():
+        shard, host = int(shard_of_row[row]), int(target_rank[row]) // per_host
+        heap = heaps.get((shard, host))
+        if heap is None:
+            near = [rank for rank in holders[shard] if rank // per_host == host] or list(holders[shard])
+            heap = heaps[shard, host] = [(load[rank], rank) for rank in near]
+            heapq.heapify(heap)
+        while heap[0][0] != load[heap[0][1]]:  # loads only grow: refresh stale entries until the top is true
+            heapq.heapreplace(heap, (load[heap[0][1]], heap[0][1]))
+        rank = heap[0][1]
+        out[row] = rank
+        load[rank] += int(nbytes[row])
+    return out

@@ -1,0 +1,86 @@
+"""Eight CPU devices unless the user says otherwise; the installed package, not the checkout; skips that say why."""
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+
+
+def choose_cpu_devices() -> None:
+    """Asks for eight CPU devices where the environment leaves that open; takes effect only before jax is imported."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    flags = os.environ.get("XLA_FLAGS", "")
+    if DEVICE_COUNT_FLAG not in flags and "JAX_NUM_CPU_DEVICES" not in os.environ:
+        os.environ["XLA_FLAGS"] = f"{flags} {DEVICE_COUNT_FLAG}=8".strip()
+
+
+def leave_the_checkout() -> None:
+    """Takes the checkout root off sys.path: tests import what is installed, and the bare folders stay unreachable."""
+    sys.path[:] = [entry for entry in sys.path if Path(entry or os.curdir).resolve() != CHECKOUT]
+
+
+choose_cpu_devices()
+leave_the_checkout()
+
+
+def installed_at() -> str | None:
+    """Returns the file that `import shardfly_jax` would run, or None when nothing is installed."""
+    spec = importlib.util.find_spec("shardfly_jax")
+    return None if spec is None else spec.origin
+
+
+def count_gpus() -> int:
+    import jax
+
+    try:
+        return len(jax.devices("gpu"))
+    except RuntimeError:  # no such platform, or JAX_PLATFORMS leaves it out
+        return 0
+
+
+def why_no_gpus(needed: int) -> str | None:
+    found = count_gpus()
+    if found >= needed:
+        return None
+    return f"needs {needed} GPU(s), but JAX sees {found} (JAX_PLATFORMS is {os.environ['JAX_PLATFORMS']!r})"
+
+
+def why_no_mpi() -> str | None:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    missing = [name for name in ("mpi4jax", "mpi4py") if importlib.util.find_spec(name) is None]
+    missing += [] if shutil.which("mpirun", path=path) else ["mpirun"]
+    return f"needs {', '.join(missing)} (the mpi extra)" if missing else None
+
+
+NEEDS: dict[str, Callable[[], str | None]] = {
+    "gpu": lambda: why_no_gpus(1),
+    "multigpu": lambda: why_no_gpus(2),
+    "mpi": why_no_mpi,
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if installed_at() is None:
+        raise pytest.UsageError(
+            "shardfly_jax is not installed for this Python. Run `make test`, or `python -m pip install -e '.[test]'`."
+        )
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"shardfly_jax: {installed_at()}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for name, why_not in NEEDS.items():
+        marked = [item for item in items if item.get_closest_marker(name)]
+        reason = why_not() if marked else None
+        if reason is not None:
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=reason))
