@@ -154,7 +154,9 @@ def read_tree(tree: Any, what: str) -> Tree:
     faults: list[str] = []
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
-        faults.append(f"tree: the names {twice} of {what} stand for several leaves. Rename the keys so that paths differ.")
+        faults.append(
+            f"tree: the names {twice} of {what} stand for several leaves. Rename the keys so that paths differ."
+        )
     ranks = _Ranks()
     shardings: dict[str, jax.sharding.Sharding | None] = {}
     for name, leaf in zip(names, leaves, strict=True):
@@ -185,7 +187,9 @@ def read_tree(tree: Any, what: str) -> Tree:
     devices = list(ranks.devices)
     top = max((layout.ranks[-1] for layout in tensors.values() if isinstance(layout, Layout)), default=-1) + 1
     devices += [None] * (top - len(devices))
-    return Tree(((tuple(names), structure),), False, tensors, shardings, tuple(devices), ranks.replicas(shardings.values()))
+    return Tree(
+        ((tuple(names), structure),), False, tensors, shardings, tuple(devices), ranks.replicas(shardings.values())
+    )
 
 
 def _read_local(tree: Local) -> Tree:
@@ -202,8 +206,15 @@ def _read_local(tree: Local) -> Tree:
             shapes.setdefault(name, {})[rank] = tuple(leaf.shape)
             dtypes.setdefault(name, set()).add(dtype_name(leaf.dtype))
     if mixed := sorted(name for name, found_ in dtypes.items() if len(found_) > 1):
-        raise PlanError([f"local: {name!r} has dtypes {sorted(dtypes[name])} on different ranks, but one tensor has one." for name in mixed])
-    tensors: dict[str, Layout | LocalTensors] = {name: LocalTensors(dtypes[name].pop(), held) for name, held in shapes.items()}
+        raise PlanError(
+            [
+                f"local: {name!r} has dtypes {sorted(dtypes[name])} on different ranks, but one tensor has one."
+                for name in mixed
+            ]
+        )
+    tensors: dict[str, Layout | LocalTensors] = {
+        name: LocalTensors(dtypes[name].pop(), held) for name, held in shapes.items()
+    }
     return Tree(tuple(parts), True, tensors, dict.fromkeys(tensors), tuple(devices), ())
 
 
@@ -249,7 +260,9 @@ class _Ranks:
                 used |= {axis for entry in sharding.spec for axis in _axes(entry)}
         free = [k for k, name in enumerate(mesh.shape) if name not in used]
         by_replica = np.moveaxis(ranks, free, range(len(free)))
-        return tuple(tuple(row) for row in by_replica.reshape(int(np.prod([ranks.shape[k] for k in free])), -1).tolist())
+        return tuple(
+            tuple(row) for row in by_replica.reshape(int(np.prod([ranks.shape[k] for k in free])), -1).tolist()
+        )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -55,9 +55,13 @@ class Plan(sharding.Plan):
           NotRegistered: There is none, or it belongs to another plan.
         """
         if self.session is None:
-            raise NotRegistered(f"plan {self.digest[:12]} is not registered. Call plan = sf.register(plan, rollout_params) first.")
+            raise NotRegistered(
+                f"plan {self.digest[:12]} is not registered. Call plan = sf.register(plan, rollout_params) first."
+            )
         if self.session.digest != self.digest:
-            raise DigestMismatch(f"plan {self.digest[:12]} carries the session of plan {self.session.digest[:12]}. Register it anew.")
+            raise DigestMismatch(
+                f"plan {self.digest[:12]} carries the session of plan {self.session.digest[:12]}. Register it anew."
+            )
         return self.session
 
     def simulate(self, topology: Topology | str = "h100") -> Simulation:
@@ -158,7 +162,9 @@ def _target_trees(target: Any, mapping: Any) -> tuple[dict[str, Any], dict[str, 
         trees = {TARGET: target}
     if not per_replica:
         if mapping is not None and not isinstance(mapping, Mapping):
-            raise PlanError(f"mapping: {type(mapping).__name__} is neither an sf.Mapping, a dict of them per replica, nor None.")
+            raise PlanError(
+                f"mapping: {type(mapping).__name__} is neither an sf.Mapping, a dict of them per replica, nor None."
+            )
         return trees, dict.fromkeys(trees, mapping)
     if set(mapping) != set(trees) or not all(m is None or isinstance(m, Mapping) for m in mapping.values()):
         raise PlanError(
@@ -179,7 +185,9 @@ def _whole(layout: Layout | LocalTensors) -> Layout:
         return layout
     shapes = set(layout.shapes.values())
     if len(shapes) != 1:
-        raise PlanError(f"local: source shapes {sorted(shapes)} differ between ranks, but each is whole. Give an sf.Layout with boxes.")
+        raise PlanError(
+            f"local: source shapes {sorted(shapes)} differ between ranks, but each is whole. Give an sf.Layout with boxes."
+        )
     return layout.whole(shapes.pop())
 
 
@@ -196,5 +204,7 @@ def load_plan(path: str | Path | BinaryIO, digest: str | None = None) -> Plan:
     """
     plan = sharding.load(path)
     if digest is not None and plan.digest != digest:
-        raise DigestMismatch(f"plan file: {path} holds plan {plan.digest[:12]}, but {digest[:12]} is wanted. Make both sides plan from the same inputs.")
+        raise DigestMismatch(
+            f"plan file: {path} holds plan {plan.digest[:12]}, but {digest[:12]} is wanted. Make both sides plan from the same inputs."
+        )
     return Plan(**{f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)})

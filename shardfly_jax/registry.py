@@ -19,6 +19,11 @@ from shardfly_jax.planning import TARGET, Plan, Replicas
 from shardfly_jax.sharding.errors import Poisoned, RegistrationError, StaleBuffer
 from shardfly_jax.sharding.formats import dtype_name, np_dtype
 from shardfly_jax.sharding.layouts import Layout
+from shardfly_jax.sharding.patterns import FAMILY, name_pattern
+
+
+ALIGNMENT = 256
+"""Of registered allocations, bytes."""
 
 
 class Session:
@@ -70,7 +75,9 @@ class Session:
         if bad:
             name, reason = next(iter(bad.items()))
             more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
-            raise Poisoned(f"replica: {name!r}{more} cannot be read: {reason}. A complete sf.sync(params, plan) heals it.")
+            raise Poisoned(
+                f"replica: {name!r}{more} cannot be read: {reason}. A complete sf.sync(params, plan) heals it."
+            )
 
     def check_buffers(self) -> None:
         """Raises:
@@ -80,14 +87,8 @@ class Session:
             owner.check()
 
     def make_executor(self, source_devices: Mapping[int, jax.Device]) -> None:
-        """Compiles the plan for a trainer on these devices, by rank."""
-        families = self.plan.families
-
-        def shapes(key: Key) -> tuple[tuple[int, ...], jax.Device]:
-            family, _, rank = key
-            return _buffer_shape(families[family].layout, rank), source_devices[rank]
-
-        self.executor = make_executor(self.plan, self.buffers, shapes, set(source_devices.values()))
+        """Prepares the plan for a trainer on these devices, by rank."""
+        self.executor = make_executor(self.plan, self.buffers, set(source_devices.values()))
 
     def handles(self) -> Any:
         """The rollouts' params: new arrays at the registered addresses, in their owners' structures."""
@@ -115,7 +116,9 @@ class Owner:
 
     def __init__(self, plan: Plan, name: str, given: Any, planned: set[str], devices: Mapping[int, jax.Device]):
         self.name, self.given, self.planned = name, given, planned
-        self.base = min((replica.ranks[0] for replica in plan.replicas if replica.tree == name), default=plan.source_ranks)
+        self.base = min(
+            (replica.ranks[0] for replica in plan.replicas if replica.tree == name), default=plan.source_ranks
+        )
         self.tensors = {
             member: (index, k)
             for index in plan.target_families
@@ -129,7 +132,9 @@ class Owner:
         self.current = leaves
         faults = self._bind(leaves, devices)
         if faults:
-            raise RegistrationError(f"registration: {len(faults)} faults:\n" + "\n".join(f"  - {fault}" for fault in faults))
+            raise RegistrationError(
+                f"registration: {len(faults)} faults:\n" + "\n".join(f"  - {fault}" for fault in faults)
+            )
 
     def _value(self) -> Any:
         return self.given() if callable(self.given) and not is_module(self.given) else self.given
@@ -140,7 +145,9 @@ class Owner:
         for (name, rank), leaf in zip(self.places, leaves, strict=True):
             if name not in self.tensors:
                 if name not in self.planned:
-                    faults.append(f"{name!r} is not a target of the plan. Remove it, or plan for it (keep= leaves it untouched).")
+                    faults.append(
+                        f"{name!r} is not a target of the plan. Remove it, or plan for it (keep= leaves it untouched)."
+                    )
                 continue
             found.add(name)
             fault = self._bind_leaf(name, rank, leaf, devices)
@@ -177,7 +184,11 @@ class Owner:
         by_device = {shard.device: shard for shard in leaf.addressable_shards}
         for full, device in self._device_of(leaf, layout, devices).items():
             shard = by_device.get(device)
-            box = None if shard is None else tuple(range(n)[cut] for n, cut in zip(layout.shape, shard.index, strict=True))
+            box = (
+                None
+                if shard is None
+                else tuple(range(n)[cut] for n, cut in zip(layout.shape, shard.index, strict=True))
+            )
             if shard is None or tuple((r.start, r.stop) for r in box or ()) != layout.box(full):
                 return f"is cut by {leaf.sharding}, which is not how the plan cuts it. Put it on the planned mesh and spec, or plan anew."
             self.buffers[index, k, full] = Shard.of(shard.data)
@@ -196,7 +207,9 @@ class Owner:
         """
         leaves, structure = leaves_of(self._value())
         if structure != self.structure:
-            raise StaleBuffer(f"owner: the tree of {self.name!r} has changed its structure since it was registered. Register it again.")
+            raise StaleBuffer(
+                f"owner: the tree of {self.name!r} has changed its structure since it was registered. Register it again."
+            )
         for place, leaf, known, current in zip(self.places, leaves, self.known, self.current, strict=True):
             if place[0] in self.tensors and leaf is not current and leaf is not known:
                 self._check_leaf(place, leaf)
@@ -240,7 +253,9 @@ class Owner:
         return list(built) if isinstance(built, tuple) and isinstance(self.given, Local) else built
 
 
-def register(plan: Plan, owner: Any = None, *, placement: Mapping[int, jax.Device] | Callable[[int], jax.Device] | None = None) -> Plan:
+def register(
+    plan: Plan, owner: Any = None, *, placement: Mapping[int, jax.Device] | Callable[[int], jax.Device] | None = None
+) -> Plan:
     """Binds a plan to rollout buffers, once; every later `sync` writes into the same addresses.
 
     Args:
@@ -265,7 +280,11 @@ def register(plan: Plan, owner: Any = None, *, placement: Mapping[int, jax.Devic
     owners = {}
     for name in trees:
         tree = plan.targets.get(name)
-        planned = set(tree.tensors) if tree else {m for i in plan.target_families if plan.families[i].tree == name for m in plan.families[i].names}
+        planned = (
+            set(tree.tensors)
+            if tree
+            else {m for i in plan.target_families if plan.families[i].tree == name for m in plan.families[i].names}
+        )
         known = {k: d for k, d in enumerate(tree.devices) if d is not None} if tree and not allocated else devices[name]
         owners[name] = Owner(plan, name, given[name], planned, known if tree else {})
     session = Session(plan, owners, allocated)
@@ -281,7 +300,9 @@ def _owners(owner: Any, trees: list[str]) -> dict[str, Any]:
         return {TARGET: owner}
     if not isinstance(owner, dict) or set(owner) != set(trees):
         keys = sorted(owner) if isinstance(owner, dict) else type(owner).__name__
-        raise RegistrationError(f"registration: owners are given for {keys}, but the plan has the targets {trees}. Give a dict with one owner for each.")
+        raise RegistrationError(
+            f"registration: owners are given for {keys}, but the plan has the targets {trees}. Give a dict with one owner for each."
+        )
     return owner
 
 
@@ -298,7 +319,9 @@ def _placed(plan: Plan, trees: list[str], placement: Any) -> dict[str, dict[int,
             if device is None and placement is not None:
                 device = placement(number) if callable(placement) else placement.get(number)
                 if device is None:
-                    raise RegistrationError(f"registration: placement names no device for rollout rank {number}. Name one for every rank.")
+                    raise RegistrationError(
+                        f"registration: placement names no device for rollout rank {number}. Name one for every rank."
+                    )
             out[name][rank] = device or local[number % len(local)]
             number += 1
     return out
@@ -306,7 +329,9 @@ def _placed(plan: Plan, trees: list[str], placement: Any) -> dict[str, dict[int,
 
 def _allocate(plan: Plan, trees: list[str], devices: Mapping[str, Mapping[int, jax.Device]]) -> dict[str, Any]:
     if plan.keep:
-        raise RegistrationError("registration: the plan keeps some targets untouched, but there is no owner that has them. Give the rollout's params.")
+        raise RegistrationError(
+            "registration: the plan keeps some targets untouched, but there is no owner that has them. Give the rollout's params."
+        )
     given: dict[str, Any] = {}
     for name in trees:
         base = min(replica.ranks[0] for replica in plan.replicas if replica.tree == name)
@@ -318,19 +343,25 @@ def _allocate(plan: Plan, trees: list[str], devices: Mapping[str, Mapping[int, j
             for member in family.names:
                 local[member] = {}
                 for rank in family.layout.ranks:
-                    zeros = np.zeros(_buffer_shape(family.layout, rank), np_dtype(family.layout.dtype))
+                    zeros = _aligned_zeros(_buffer_shape(family.layout, rank), np_dtype(family.layout.dtype))
                     local[member][rank - base] = jax.device_put(zeros, devices[name][rank - base])
         _share_aliases(plan, name, local)
         given[name] = _in_structure(plan.targets.get(name), local)
     return given
 
 
+def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    """Zeros at an address that JAX on a CPU adopts instead of copying; other platforms copy anyway."""
+    nbytes = int(np.prod(shape)) * dtype.itemsize
+    memory = np.zeros(nbytes + ALIGNMENT, np.uint8)
+    skip = -memory.ctypes.data % ALIGNMENT
+    return memory[skip : skip + nbytes].view(dtype).reshape(shape)
+
+
 def _share_aliases(plan: Plan, tree: str, local: dict[str, dict[int, jax.Array]]) -> None:
     for index in plan.target_families:
         family = plan.families[index]
         if family.tree == tree and family.alias_of is not None:
-            from shardfly_jax.sharding.patterns import FAMILY, name_pattern
-
             for k, member in enumerate(family.names):
                 other = local[name_pattern(family.alias_of).format({FAMILY: family.first + k})]
                 for rank, array in local[member].items():
@@ -343,7 +374,8 @@ def _in_structure(tree: Tree | None, local: Mapping[str, Mapping[int, jax.Array]
         return dict(local)
     if tree.is_local:
         return [
-            jax.tree_util.tree_unflatten(structure, [local[name][rank] for name in names]) for rank, (names, structure) in enumerate(tree.parts)
+            jax.tree_util.tree_unflatten(structure, [local[name][rank] for name in names])
+            for rank, (names, structure) in enumerate(tree.parts)
         ]
     ((names, structure),) = tree.parts
     leaves: list[Any] = []
@@ -372,7 +404,9 @@ def _check_memory(plan: Plan, buffers: Mapping[Key, Shard]) -> None:
     faults = []
     for keys in ranges.values():
         if len(keys) > 1 and sum(plan.families[family].alias_of is None for family, _, _ in keys) > 1:
-            faults.append(f"{name(keys[0])} and {name(keys[1])} share one buffer. Declare one as sf.alias of the other, or give each its own.")
+            faults.append(
+                f"{name(keys[0])} and {name(keys[1])} share one buffer. Declare one as sf.alias of the other, or give each its own."
+            )
     ordered = sorted(((str(where), lo, hi, keys[0]) for (where, lo, hi), keys in ranges.items()), key=lambda r: r[:3])
     for (where, _, hi, key), (next_where, lo, _, next_key) in zip(ordered, ordered[1:], strict=False):
         if where == next_where and lo < hi:
@@ -382,7 +416,9 @@ def _check_memory(plan: Plan, buffers: Mapping[Key, Shard]) -> None:
         if where == "host" and any(a < hi and lo < b for a, b in read_only):
             faults.append(f"{name(key)} lies in read-only memory. Copy it first, e.g. jnp.array(x, copy=True).")
     if faults:
-        raise RegistrationError(f"registration: {len(faults)} faults:\n" + "\n".join(f"  - {fault}" for fault in faults))
+        raise RegistrationError(
+            f"registration: {len(faults)} faults:\n" + "\n".join(f"  - {fault}" for fault in faults)
+        )
 
 
 def _read_only_ranges() -> list[tuple[int, int]]:

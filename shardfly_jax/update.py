@@ -195,7 +195,11 @@ def _rank_devices(params_: Any, session: Session, places: list[Place], leaves: l
     source = session.plan.source
     if source is not None and all(device is not None for device in source.devices):
         return {rank: device for rank, device in enumerate(source.devices) if device is not None}
-    ranks = {rank: next(iter(leaf.devices())) for (_, rank), leaf in zip(places, leaves, strict=True) if rank is not None and isinstance(leaf, jax.Array)}
+    ranks = {
+        rank: next(iter(leaf.devices()))
+        for (_, rank), leaf in zip(places, leaves, strict=True)
+        if rank is not None and isinstance(leaf, jax.Array)
+    }
     if ranks:
         return ranks
     try:
@@ -218,7 +222,9 @@ def _fault(leaf: jax.Array, layout: Layout, rank: int | None, ranks: dict[int, j
     index = leaf.sharding.devices_indices_map(leaf.shape)
     for r in layout.ranks:
         cut = index.get(ranks.get(r))  # type: ignore[arg-type]
-        if cut is None or tuple((s.start, s.stop) for s in (range(n)[c] for n, c in zip(leaf.shape, cut, strict=True))) != layout.box(r):
+        if cut is None or tuple(
+            (s.start, s.stop) for s in (range(n)[c] for n, c in zip(leaf.shape, cut, strict=True))
+        ) != layout.box(r):
             return f"has sharding {leaf.sharding}, which does not put the planned shard on rank {r}"
     return None
 
@@ -232,7 +238,11 @@ def _check_overlap(session: Session, arrays: dict[Key, jax.Array]) -> None:
         hit = targets.get(array.unsafe_buffer_pointer())
         if hit is not None and session.buffers[hit].device in array.devices():
             source, target = session.plan.families[key[0]].name(key[1]), session.plan.families[hit[0]].name(hit[1])
-            raise _mismatch([f"{source!r} lies in the buffer registered for {target!r}. Give the rollout buffers of its own, e.g. sf.register(plan)"])
+            raise _mismatch(
+                [
+                    f"{source!r} lies in the buffer registered for {target!r}. Give the rollout buffers of its own, e.g. sf.register(plan)"
+                ]
+            )
 
 
 def verify(params_: Any, plan: Plan, *, progress: Callable[[int], None] | None = None) -> int:
@@ -314,5 +324,3 @@ def _read(session: Session, key: Key) -> np.ndarray:
 
 def _bytes_of(x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-
-

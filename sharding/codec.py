@@ -90,7 +90,11 @@ def family_from_json(data: dict[str, Any]) -> Family:
 
 def conversion_to_json(conversion: Conversion) -> list[Any]:
     """Source dtype, steps, target dtype."""
-    return [conversion.source, [[type(step).__name__, *dataclasses.astuple(step)] for step in conversion.steps], conversion.target]
+    return [
+        conversion.source,
+        [[type(step).__name__, *dataclasses.astuple(step)] for step in conversion.steps],
+        conversion.target,
+    ]
 
 
 def conversion_from_json(data: list[Any]) -> Conversion:

@@ -29,7 +29,9 @@ def dtype_name(dtype: Any) -> str:
       LanguageError: It is not a dtype of fixed size, or a complex or structured one.
     """
     try:
-        resolved = np.dtype(getattr(ml_dtypes, dtype) if isinstance(dtype, str) and hasattr(ml_dtypes, dtype) else dtype)
+        resolved = np.dtype(
+            getattr(ml_dtypes, dtype) if isinstance(dtype, str) and hasattr(ml_dtypes, dtype) else dtype
+        )
     except TypeError as error:
         raise LanguageError(f"dtype: {dtype!r} is not a dtype. Use a name such as 'bfloat16' or 'float32'.") from error
     if resolved.kind not in "biufV" or resolved.itemsize == 0 or resolved.names is not None:

@@ -74,7 +74,9 @@ def infer(expr: Expr, lookup: Lookup, layers: range) -> TensorType:
             return TensorType(shape, target)
         case Scale() | Divided():
             if not is_float(dtype):
-                raise LanguageError(f"scale: applied to {dtype}, but only floating-point values are scaled. Cast first.")
+                raise LanguageError(
+                    f"scale: applied to {dtype}, but only floating-point values are scaled. Cast first."
+                )
             return TensorType(shape, dtype)
         case Rearrange(_, pattern, _):
             sizes = axis_sizes(expr, shape)
@@ -96,14 +98,20 @@ def infer(expr: Expr, lookup: Lookup, layers: range) -> TensorType:
             return TensorType((*shape[:a], shape[a] * repeats, *shape[a + 1 :]), dtype)
         case Pad(_, widths, _):
             if len(widths) != len(shape):
-                raise LanguageError(f"pad: {len(widths)} widths for the shape {shape}. Give (before, after) for every axis.")
-            return TensorType(tuple(n + before + after for n, (before, after) in zip(shape, widths, strict=True)), dtype)
+                raise LanguageError(
+                    f"pad: {len(widths)} widths for the shape {shape}. Give (before, after) for every axis."
+                )
+            return TensorType(
+                tuple(n + before + after for n, (before, after) in zip(shape, widths, strict=True)), dtype
+            )
     raise LanguageError(f"{type(expr).__name__} is not an operation of the language.")
 
 
 def _same_dtype(op: str, types: list[TensorType]) -> None:
     if len({t.dtype for t in types}) > 1:
-        raise LanguageError(f"{op}: parts have dtypes {[t.dtype for t in types]}, but one tensor has one. Use astype on the parts.")
+        raise LanguageError(
+            f"{op}: parts have dtypes {[t.dtype for t in types]}, but one tensor has one. Use astype on the parts."
+        )
 
 
 def _axis(op: str, axis: int, shape: tuple[int, ...]) -> int:
@@ -136,7 +144,9 @@ def _indexed(items: tuple[int | slice | FamilyIndex, ...], shape: tuple[int, ...
         elif isinstance(item, FamilyIndex):
             reached = [item.value.at(layers[0]), item.value.at(layers[-1])]
             if min(reached) < 0 or max(reached) >= n:
-                raise LanguageError(f"index: {{{item.value}}} reaches {min(reached)} to {max(reached)} for layers {layers[0]} to {layers[-1]}, outside an axis of length {n}.")
+                raise LanguageError(
+                    f"index: {{{item.value}}} reaches {min(reached)} to {max(reached)} for layers {layers[0]} to {layers[-1]}, outside an axis of length {n}."
+                )
         elif not -n <= item < n:
             raise LanguageError(f"index: {item} is outside an axis of length {n}.")
     return (*out, *shape[len(items) :])

@@ -53,16 +53,22 @@ class Expr:
         for item in items if isinstance(items, tuple) else (items,):
             if isinstance(item, str):
                 if not isinstance(self, Src):
-                    raise LanguageError(f"index: {item!r} is applied to {self}, but only a src can be indexed by a variable. Index first.")
+                    raise LanguageError(
+                        f"index: {item!r} is applied to {self}, but only a src can be indexed by a variable. Index first."
+                    )
                 parsed.append(FamilyIndex(parse_index(item)))
             elif isinstance(item, slice):
                 if item.step == 0:
-                    raise LanguageError("index: a slice has step 0, but a step moves. Use repeat for repeated elements.")
+                    raise LanguageError(
+                        "index: a slice has step 0, but a step moves. Use repeat for repeated elements."
+                    )
                 parsed.append(item)
             elif isinstance(item, int) and not isinstance(item, bool):
                 parsed.append(item)
             else:
-                raise LanguageError(f"index: {item!r} is a {type(item).__name__}, but only ints, slices and '{{i}}' can index. Use take for lists.")
+                raise LanguageError(
+                    f"index: {item!r} is a {type(item).__name__}, but only ints, slices and '{{i}}' can index. Use take for lists."
+                )
         return Index(self, tuple(parsed))
 
     def take(self, indices: Sequence[int] | Mapping[int, Sequence[int]], *, axis: int) -> Expr:
@@ -70,7 +76,9 @@ class Expr:
         if isinstance(indices, Mapping):
             per_layer = tuple(sorted((int(i), tuple(int(k) for k in row)) for i, row in indices.items()))
             if len({len(row) for _, row in per_layer}) != 1:
-                raise LanguageError("take: the lists of different layers differ in length. Give every layer the same number of indices.")
+                raise LanguageError(
+                    "take: the lists of different layers differ in length. Give every layer the same number of indices."
+                )
             return TakePerLayer(self, per_layer, axis)
         return Take(self, tuple(int(k) for k in indices), axis)
 
@@ -265,7 +273,9 @@ def split_pattern(pattern: str) -> tuple[Axes, Axes]:
         raise LanguageError(f"rearrange: {pattern!r} has a number other than 1. Name the axis and give its size.")
     if left.identifiers != right.identifiers:
         only = sorted(left.identifiers ^ right.identifiers)
-        raise LanguageError(f"rearrange: {pattern!r} has {only} on one side only, but both sides must name the same axes.")
+        raise LanguageError(
+            f"rearrange: {pattern!r} has {only} on one side only, but both sides must name the same axes."
+        )
     return [list(group) for group in left.composition], [list(group) for group in right.composition]
 
 
@@ -281,7 +291,9 @@ def axis_sizes(expr: Rearrange, shape: Sequence[int]) -> dict[str, int]:
     if unknown := sorted(set(sizes) - names):
         raise LanguageError(f"rearrange: sizes {unknown} are not axes of {expr.pattern!r}.")
     if len(left) != len(shape):
-        raise LanguageError(f"rearrange: {expr.pattern!r} has {len(left)} axes, but it is applied to the shape {tuple(shape)}.")
+        raise LanguageError(
+            f"rearrange: {expr.pattern!r} has {len(left)} axes, but it is applied to the shape {tuple(shape)}."
+        )
     for group, extent in zip(left, shape, strict=True):
         open_ = [name for name in group if name not in sizes]
         known = 1
@@ -291,7 +303,9 @@ def axis_sizes(expr: Rearrange, shape: Sequence[int]) -> dict[str, int]:
             raise LanguageError(f"rearrange: {expr.pattern!r} leaves the sizes of {open_} open. Give all but one.")
         if known == 0 or extent % known or (not open_ and known != extent):
             given = ", ".join(f"{name}={sizes[name]}" for name in group if name in sizes) or "length 1"
-            raise LanguageError(f"rearrange: an axis of length {extent} does not divide into ({' '.join(group)}) with {given} in {expr.pattern!r}.")
+            raise LanguageError(
+                f"rearrange: an axis of length {extent} does not divide into ({' '.join(group)}) with {given} in {expr.pattern!r}."
+            )
         if open_:
             sizes[open_[0]] = extent // known
     return sizes
@@ -348,8 +362,12 @@ def outer_fuse(expr: Expr) -> Fuse | None:
     while todo:
         inner = todo.pop()
         if isinstance(inner, Fuse):
-            raise LanguageError("fuse: stands inside another operation, but it must be outermost (only astype may follow). Move the operation into its parts.")
+            raise LanguageError(
+                "fuse: stands inside another operation, but it must be outermost (only astype may follow). Move the operation into its parts."
+            )
         if isinstance(inner, Alias):
-            raise LanguageError("alias: stands inside another operation, but it must be the whole expression of a target.")
+            raise LanguageError(
+                "alias: stands inside another operation, but it must be the whole expression of a target."
+            )
         todo += children(inner)
     return found

@@ -76,7 +76,9 @@ class Layout:
         for rank in self.ranks:
             box = tuple(boxes[rank])
             if len(box) != axes:
-                raise PlanError(f"layout: the box {box} of rank {rank} has {len(box)} axes, but the shape {self.shape} has {axes}.")
+                raise PlanError(
+                    f"layout: the box {box} of rank {rank} has {len(box)} axes, but the shape {self.shape} has {axes}."
+                )
             if any(not 0 <= lo <= hi <= n for (lo, hi), n in zip(box, self.shape, strict=True)):
                 raise PlanError(f"layout: the box {box} of rank {rank} is not inside the shape {self.shape}.")
         self.bounds = np.array([boxes[rank] for rank in self.ranks], np.int64).reshape(len(self.ranks), axes, 2)
@@ -96,7 +98,9 @@ class Layout:
             end = 1
             for step, extent in sorted(zip(row.tolist(), (bounds[:, 1] - bounds[:, 0]).tolist(), strict=True)):
                 if extent > 1 and step < end:
-                    raise PlanError(f"layout: strides {row.tolist()} of rank {rank} make elements of {self.shape} overlap.")
+                    raise PlanError(
+                        f"layout: strides {row.tolist()} of rank {rank} make elements of {self.shape} overlap."
+                    )
                 end = max(end, step * (extent - 1) + end)
         if all(
             tuple(row) == dense_strides((bounds[:, 1] - bounds[:, 0]).tolist())
@@ -176,7 +180,13 @@ class Layout:
         return tuple(sorted({box[axis] for (box, _), _ in self.holders}))
 
     def _key(self) -> tuple[Any, ...]:
-        return (self.shape, self.dtype, self.ranks, self.bounds.tobytes(), None if self.strides is None else self.strides.tobytes())
+        return (
+            self.shape,
+            self.dtype,
+            self.ranks,
+            self.bounds.tobytes(),
+            None if self.strides is None else self.strides.tobytes(),
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layout) and (self is other or self._key() == other._key())

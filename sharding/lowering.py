@@ -93,7 +93,9 @@ class _Denoter:
                 return self.padded(value, widths, Fill(fill, infer(inner, self.lookup, self.layers).dtype))
             case Take(_, indices, axis):
                 axis %= len(shape)
-                return Value((*shape[:axis], len(indices), *shape[axis + 1 :]), list(_taken(pieces, indices, axis, shape[axis])))
+                return Value(
+                    (*shape[:axis], len(indices), *shape[axis + 1 :]), list(_taken(pieces, indices, axis, shape[axis]))
+                )
             case TakePerLayer(_, per_layer, axis):
                 return self.taken_per_layer(value, per_layer, axis % len(shape))
             case Index(_, items):
@@ -130,7 +132,11 @@ class _Denoter:
                     segments.append((k, lo * n // total, hi * n // total))
         pieces, offset = [], 0
         for k, lo, hi in segments:
-            pieces += [shift(part, axis + 1, offset - lo) for piece in values[k].pieces for part in clip(piece, TARGET, axis + 1, lo, hi)]
+            pieces += [
+                shift(part, axis + 1, offset - lo)
+                for piece in values[k].pieces
+                for part in clip(piece, TARGET, axis + 1, lo, hi)
+            ]
             offset += hi - lo
         shape = values[0].shape
         return Value((*shape[:axis], total, *shape[axis + 1 :]), pieces)
@@ -175,7 +181,11 @@ class _Denoter:
                 start, stop, step = item.indices(n)
                 count = len(range(start, stop, step))
                 if (start, step, count) != (0, 1, n):
-                    pieces = [part for piece in pieces for part in select(piece, axis + 1, start, step, count)] if count else []
+                    pieces = (
+                        [part for piece in pieces for part in select(piece, axis + 1, start, step, count)]
+                        if count
+                        else []
+                    )
                 shape = (*shape[:axis], count, *shape[axis + 1 :])
                 axis += 1
                 continue
@@ -184,7 +194,9 @@ class _Denoter:
                 chosen = [part for piece in pieces for part in select(piece, axis + 1, start, item.value.scale, count)]
                 pieces = [_tied(piece, axis + 1, self.layers[0]) for piece in chosen]
             else:
-                pieces = [drop_axis(part, axis + 1) for piece in pieces for part in select(piece, axis + 1, item % n, 1, 1)]
+                pieces = [
+                    drop_axis(part, axis + 1) for piece in pieces for part in select(piece, axis + 1, item % n, 1, 1)
+                ]
             shape = shape[:axis] + shape[axis + 1 :]
         return Value(shape, pieces)
 
@@ -205,7 +217,9 @@ def denote(expr: Expr, lookup: Lookup, layers: range, cuts: Sequence[tuple[int, 
 
 
 def _unsqueezed(value: Value, axis: int) -> Value:
-    return Value((*value.shape[:axis], 1, *value.shape[axis:]), [insert_axis(piece, axis + 1) for piece in value.pieces])
+    return Value(
+        (*value.shape[:axis], 1, *value.shape[axis:]), [insert_axis(piece, axis + 1) for piece in value.pieces]
+    )
 
 
 def _repeated(value: Value, repeats: int, axis: int) -> Value:
@@ -245,7 +259,11 @@ def _rearranged(expr: Rearrange, value: Value) -> Value:
         if not group:
             pieces = [drop_axis(piece, axis) for piece in pieces]
         for name in reversed(group[1:]):
-            pieces = [part for piece in pieces for part in split_axis(insert_axis(piece, axis + 1), axis, sizes[name], axis + 1)]
+            pieces = [
+                part
+                for piece in pieces
+                for part in split_axis(insert_axis(piece, axis + 1), axis, sizes[name], axis + 1)
+            ]
     names = [name for group in left for name in group]
     place = {}
     for group_index, group in enumerate(right):
@@ -322,7 +340,9 @@ class Lowerer:
         self.spans = self.spans.reshape(len(value.pieces), len(value.shape), 2)
         self.shards = shards
 
-    def lower_box(self, box: Box, strides: Sequence[int], layers: tuple[int, int], buffer_origin: Sequence[int]) -> list[Template]:
+    def lower_box(
+        self, box: Box, strides: Sequence[int], layers: tuple[int, int], buffer_origin: Sequence[int]
+    ) -> list[Template]:
         """All templates that fill a target box.
 
         Args:
@@ -369,10 +389,16 @@ def _emit(
     target_start: Sequence[int],
     target_strides: Sequence[int],
 ) -> list[Template]:
-    target_offset = sum((piece.t_origin[a + 1] - lo) * step for a, (lo, step) in enumerate(zip(target_start, target_strides, strict=True)))
+    target_offset = sum(
+        (piece.t_origin[a + 1] - lo) * step
+        for a, (lo, step) in enumerate(zip(target_start, target_strides, strict=True))
+    )
     source_offset = 0
     if source_start is not None:
-        source_offset = sum((piece.s_origin[a + 1] - lo) * step for a, (lo, step) in enumerate(zip(source_start, source_strides, strict=True)))
+        source_offset = sum(
+            (piece.s_origin[a + 1] - lo) * step
+            for a, (lo, step) in enumerate(zip(source_start, source_strides, strict=True))
+        )
     dims: list[tuple[int, int, int]] = []
     count, tensor_step, offset_step, layer_step = 1, 0, 0, 1
     for n, t_axis, t_radix, s_axis, s_radix in piece.digits:
@@ -389,7 +415,20 @@ def _emit(
         n, source_stride, target_stride = dims.pop(0)
         heads = [(s + k * source_stride, t + k * target_stride) for s, t in heads for k in range(n)]
     return [
-        Template(family, shard, piece.steps, tuple(dims), s, t, count, tensor, tensor_step, offset_step, piece.t_origin[0], layer_step)
+        Template(
+            family,
+            shard,
+            piece.steps,
+            tuple(dims),
+            s,
+            t,
+            count,
+            tensor,
+            tensor_step,
+            offset_step,
+            piece.t_origin[0],
+            layer_step,
+        )
         for s, t in heads
     ]
 

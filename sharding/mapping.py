@@ -26,7 +26,9 @@ class Mapping(AbstractMapping[str, Expr]):
         self._by_shape: dict[str, list[NamePattern]] = {}
         for text, expr in self._entries.items():
             if not isinstance(expr, Expr):
-                raise LanguageError(f"mapping: {text!r} is {expr!r}, but an expression such as sf.src('name') is needed.")
+                raise LanguageError(
+                    f"mapping: {text!r} is {expr!r}, but an expression such as sf.src('name') is needed."
+                )
             pattern = name_pattern(text)
             try:
                 outer_fuse(expr)

@@ -93,7 +93,9 @@ class MoveTable:
     @classmethod
     def empty(cls) -> MoveTable:
         """A table without rows."""
-        return cls.from_columns(**{name: np.zeros((0, MAX_DIMS) if name in VECTORS else 0, np.int64) for name in Move._fields})
+        return cls.from_columns(
+            **{name: np.zeros((0, MAX_DIMS) if name in VECTORS else 0, np.int64) for name in Move._fields}
+        )
 
     @staticmethod
     def concatenate(tables: Sequence[MoveTable]) -> MoveTable:
@@ -173,7 +175,9 @@ class View(NamedTuple):
         hi = self.offset + sum(r for r in reach if r > 0)
         if lo < 0 or hi >= len(flat):
             raise IndexError(f"elements {lo} to {hi} of a buffer of {len(flat)}")
-        return np.lib.stride_tricks.as_strided(flat[self.offset :], self.extents, [step * flat.itemsize for step in self.strides])
+        return np.lib.stride_tricks.as_strided(
+            flat[self.offset :], self.extents, [step * flat.itemsize for step in self.strides]
+        )
 
 
 def source_view(move: Move, k: int) -> View:

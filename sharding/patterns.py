@@ -90,7 +90,12 @@ class NamePattern:
         values: dict[str, int] = {}
         for hole, digits in zip(self._holes, found.groups(), strict=True):
             value = hole.value.solve(int(digits))
-            if value is None or value < hole.lo or (hole.hi is not None and value >= hole.hi) or str(int(digits)) != digits:
+            if (
+                value is None
+                or value < hole.lo
+                or (hole.hi is not None and value >= hole.hi)
+                or str(int(digits)) != digits
+            ):
                 return None
             if values.setdefault(hole.value.variable, value) != value:
                 return None
@@ -115,7 +120,9 @@ class NamePattern:
 def _parse_hole(text: str, name: str) -> _Hole:
     head, *bounds = text.split(":")
     if len(bounds) > 2 or any(bound.strip() and not bound.strip().isdigit() for bound in bounds):
-        raise LanguageError(f"name: the range in '{{{text}}}' of {name!r} is not of the form '{{i:3:}}' or '{{i:0:3}}'.")
+        raise LanguageError(
+            f"name: the range in '{{{text}}}' of {name!r} is not of the form '{{i:3:}}' or '{{i:0:3}}'."
+        )
     lo = int(bounds[0]) if bounds and bounds[0].strip() else 0
     hi = int(bounds[1]) if len(bounds) > 1 and bounds[1].strip() else None
     return _Hole(parse_affine(head), lo, hi)

@@ -186,7 +186,9 @@ def load(path: str | Path | BinaryIO) -> Plan:
             arrays = {name: data[name] for name in data.files}
         header = json.loads(arrays.pop("header").tobytes())
         if header["format"] != FILE_FORMAT:
-            raise PlanFileError(f"plan file: {path} has format {header['format']}, but this version reads {FILE_FORMAT}. Make the plan again.")
+            raise PlanFileError(
+                f"plan file: {path} has format {header['format']}, but this version reads {FILE_FORMAT}. Make the plan again."
+            )
         bands = arrays.pop("bands")
         plan = Plan(
             families=tuple(codec.family_from_json(item) for item in header["families"]),
@@ -205,7 +207,9 @@ def load(path: str | Path | BinaryIO) -> Plan:
             raise
         raise PlanFileError(f"plan file: {path} cannot be read as a plan: {error}. Make the plan again.") from error
     if plan.digest != header["digest"]:
-        raise PlanFileError(f"plan file: {path} holds digest {header['digest'][:12]}, but its contents give {plan.digest[:12]}. It is damaged; make the plan again.")
+        raise PlanFileError(
+            f"plan file: {path} holds digest {header['digest'][:12]}, but its contents give {plan.digest[:12]}. It is damaged; make the plan again."
+        )
     return plan
 
 

@@ -116,7 +116,9 @@ class _Rows:
             written, wanted = sum(t.size * t.count for t in made), band.size * group.n_layers
             if written != wanted:
                 how = "leave out" if written < wanted else "overlap in"
-                raise LanguageError(f"the boxes of its sources {how} {abs(wanted - written)} of {wanted} elements. Give source boxes that tile each tensor")
+                raise LanguageError(
+                    f"the boxes of its sources {how} {abs(wanted - written)} of {wanted} elements. Give source boxes that tile each tensor"
+                )
             if forwarded:
                 self.bands.append(band.size * group.itemsize)
             for t in made:
@@ -134,7 +136,9 @@ class _Rows:
             *extents, *(1,) * pad, *source_strides, *(0,) * pad, *target_strides, *(0,) * pad,
         )  # fmt: skip
 
-    def expanded(self, groups: Sequence[Group], where: Sequence[Place], topology: Topology | None) -> tuple[MoveTable, list[int]]:
+    def expanded(
+        self, groups: Sequence[Group], where: Sequence[Place], topology: Topology | None
+    ) -> tuple[MoveTable, list[int]]:
         """One row per template and root; sources chosen.
 
         A template of `count` layers whose roots rotate with period p becomes p rows of every p-th layer.
@@ -181,7 +185,9 @@ class _Rows:
         return columns, self.bands
 
 
-def _forwards(groups: Sequence[Group], where: Sequence[Place], problem: Problem, bits: object, first_band: Sequence[int]) -> MoveTable:
+def _forwards(
+    groups: Sequence[Group], where: Sequence[Place], problem: Problem, bits: object, first_band: Sequence[int]
+) -> MoveTable:
     """The rows that pass bands from member to member."""
     tables = []
     for index, (group, place) in enumerate(zip(groups, where, strict=True)):
@@ -190,7 +196,10 @@ def _forwards(groups: Sequence[Group], where: Sequence[Place], problem: Problem,
             continue
         turning = n_bands == 1
         period = m if turning else 1
-        band, j, t = (axis.ravel() for axis in np.meshgrid(np.arange(n_bands), np.arange(min(period, layers)), np.arange(1, m), indexing="ij"))
+        band, j, t = (
+            axis.ravel()
+            for axis in np.meshgrid(np.arange(n_bands), np.arange(min(period, layers)), np.arange(1, m), indexing="ij")
+        )
         root = (group.start + (j if turning else band // group.bands_per_root)) % m
         parent = (t - 1) // 2 if group.is_tree else t - 1
         depth = np.floor(np.log2(t + 1.5)).astype(np.int64) if group.is_tree else t

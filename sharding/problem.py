@@ -143,7 +143,9 @@ class Problem:
                 self._fault("unmapped", tree, name, "matches no pattern of the mapping. Map it, or list it in keep=")
             elif len(found) > 1:
                 texts = ", ".join(repr(text) for text, _ in found)
-                self._fault("doubly mapped", tree, name, f"matches the patterns {texts}. Narrow one, e.g. with a range {{i:3:}}")
+                self._fault(
+                    "doubly mapped", tree, name, f"matches the patterns {texts}. Narrow one, e.g. with a range {{i:3:}}"
+                )
             else:
                 text, values = found[0]
                 others = tuple(sorted((key, value) for key, value in values.items() if key != FAMILY))
@@ -152,7 +154,9 @@ class Problem:
         reached = {k for k, _ in members}
         for text, k in position.items():
             if k not in reached and not isinstance(mapping[text], Alias) and not self._only_kept(text, tree):
-                self.faults.append(f"unmatched: the pattern {text!r} matches no target of {tree.name!r}. Remove it, or mend the name.")
+                self.faults.append(
+                    f"unmatched: the pattern {text!r} matches no target of {tree.name!r}. Remove it, or mend the name."
+                )
         for (k, others), names in sorted(members.items()):
             self._add_entry(tree, base, mapping, texts_[k], dict(others), names)
 
@@ -163,7 +167,9 @@ class Problem:
     def _fault(self, kind: str, tree: TargetTree, name: str, message: str) -> None:
         self.faults.append(f"{kind}: target {name!r} of {tree.name!r} {message}.")
 
-    def _add_entry(self, tree: TargetTree, base: int, mapping: Mapping, text: str, others: dict[str, int], names: dict[int, str]) -> None:
+    def _add_entry(
+        self, tree: TargetTree, base: int, mapping: Mapping, text: str, others: dict[str, int], names: dict[int, str]
+    ) -> None:
         bound = bind(text, mapping[text], others)
         pattern, expr, alias_of = bound.pattern, bound.expr, None
         if isinstance(expr, Alias):
@@ -195,13 +201,25 @@ class Problem:
             self._fault("misshapen", tree, name, str(error))
             return None
         if layout.shape != shape:
-            self._fault("misshapen", tree, name, f"has shape {layout.shape}, but its mapping gives {shape}. Mend the mapping or the target")
+            self._fault(
+                "misshapen",
+                tree,
+                name,
+                f"has shape {layout.shape}, but its mapping gives {shape}. Mend the mapping or the target",
+            )
             return None
         if layout.ranks[-1] >= tree.ranks:
-            self._fault("misshapen", tree, name, f"has a box for rank {layout.ranks[-1]}, but the tree has {tree.ranks} ranks")
+            self._fault(
+                "misshapen", tree, name, f"has a box for rank {layout.ranks[-1]}, but the tree has {tree.ranks} ranks"
+            )
             return None
         if 0 in shape:
-            self._fault("zero-size", tree, name, f"has shape {shape}, which holds nothing. Leave it out of the target or list it in keep=")
+            self._fault(
+                "zero-size",
+                tree,
+                name,
+                f"has shape {shape}, which holds nothing. Leave it out of the target or list it in keep=",
+            )
             return None
         if is_narrowing(dtype, layout.dtype) and not matches(name, self.allow_cast):
             self._fault(
@@ -232,11 +250,15 @@ class Problem:
     def _check_leftovers(self) -> None:
         for pattern in self.keep:
             if pattern not in self._kept:
-                self.faults.append(f"unmatched: keep= has {pattern!r}, which matches no target. Remove it, or mend the name.")
+                self.faults.append(
+                    f"unmatched: keep= has {pattern!r}, which matches no target. Remove it, or mend the name."
+                )
         idle = [name for name in self.tensors if name not in self._used]
         for pattern in self.unused:
             if not any(matches(name, (pattern,)) for name in idle):
-                self.faults.append(f"unmatched: unused= has {pattern!r}, which matches no idle source. Remove it, or mend the name.")
+                self.faults.append(
+                    f"unmatched: unused= has {pattern!r}, which matches no idle source. Remove it, or mend the name."
+                )
         for name in idle:
             if not matches(name, self.unused):
                 self.faults.append(f"unused: source {name!r} reaches no target. Map it, or list it in unused=.")
@@ -255,7 +277,9 @@ class Problem:
                     found |= {edge for run in runs(typed) for edge in run}
         for index, family in enumerate(self.families):
             assert family.expr is not None
-            inside = sorted(e for e in edges[family.expr, family.layout.dtype] if family.first <= e <= family.first + family.count)
+            inside = sorted(
+                e for e in edges[family.expr, family.layout.dtype] if family.first <= e <= family.first + family.count
+            )
             try:
                 cuts = self._fuse_cuts(family)
             except LanguageError as error:
@@ -273,7 +297,9 @@ class Problem:
         cuts = family.layout.cuts(fused.axis % len(shape))
         edges = [lo for lo, _ in cuts] + [shape[fused.axis]]
         if cuts[0][0] != 0 or [hi for _, hi in cuts] != edges[1:]:
-            raise LanguageError(f"fuse: the ranks cut axis {fused.axis} into {list(cuts)}, which does not tile it. Give boxes that do.")
+            raise LanguageError(
+                f"fuse: the ranks cut axis {fused.axis} into {list(cuts)}, which does not tile it. Give boxes that do."
+            )
         return cuts
 
     def _add_source_families(self) -> None:
@@ -285,7 +311,11 @@ class Problem:
                 ranges[name] = (min(lo, old[0]), max(hi, old[1]))
         for name, (lo, hi) in ranges.items():
             pattern = name_pattern(name)
-            known = [(i, self.tensors[member]) for i in range(lo, hi) if (member := pattern.format({FAMILY: i})) in self.tensors]
+            known = [
+                (i, self.tensors[member])
+                for i in range(lo, hi)
+                if (member := pattern.format({FAMILY: i})) in self.tensors
+            ]
             layouts = dict(known)
             for first, stop in runs(known):
                 self.source_families.setdefault(name, []).append(len(self.families))

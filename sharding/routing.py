@@ -102,8 +102,15 @@ def make_groups(problem: Problem, topology: Topology | None) -> list[Group]:
                 group.members.append((unit.family, rank))
     groups = list(found.values())
     for group in groups:
-        hosts = topology.host_of(np.array([rank for _, rank in group.members])).tolist() if topology else [0] * len(group.members)
-        group.members = [member for _, member in sorted(zip(hosts, group.members, strict=True), key=lambda hm: (hm[0], hm[1][1], hm[1][0]))]
+        hosts = (
+            topology.host_of(np.array([rank for _, rank in group.members])).tolist()
+            if topology
+            else [0] * len(group.members)
+        )
+        group.members = [
+            member
+            for _, member in sorted(zip(hosts, group.members, strict=True), key=lambda hm: (hm[0], hm[1][1], hm[1][0]))
+        ]
     held: dict[int, int] = {}
     for group in groups:
         for _, rank in group.members:
@@ -141,7 +148,9 @@ def _cut_bands(group: Group, rank_nbytes: int) -> None:
         return
     group.bands = []
     for box in boxes:
-        offset = sum((lo - start) * step for (lo, _), (start, _), step in zip(box, group.box, group.strides, strict=True))
+        offset = sum(
+            (lo - start) * step for (lo, _), (start, _), step in zip(box, group.box, group.strides, strict=True)
+        )
         group.bands.append(Band(box, offset, math.prod(box_shape(box))))
     group.rounds = min(rounds, group.bands_per_root)
 
@@ -186,7 +195,11 @@ def _choose_roots(groups: list[Group]) -> None:
 
 
 def choose_sources(
-    shard_of_row: np.ndarray, holders: list[tuple[int, ...]], nbytes: np.ndarray, target_rank: np.ndarray, topology: Topology | None
+    shard_of_row: np.ndarray,
+    holders: list[tuple[int, ...]],
+    nbytes: np.ndarray,
+    target_rank: np.ndarray,
+    topology: Topology | None,
 ) -> np.ndarray:
     """Picks the trainer rank that serves each row: the least loaded holder, the lowest among equals.
 

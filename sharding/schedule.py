@@ -63,4 +63,3 @@ def places(groups: Sequence[Group], families: Sequence[Family]) -> list[Place]:
         before, nbytes = starts[group.expr]
         out.append(Place((group.layers[0] - first) * layer + layer * before // total, layer, layer * nbytes // total))
     return out
-

@@ -67,7 +67,13 @@ def simulate(plan: Plan, topology: Topology) -> Simulation:
     stage = slot * len(arrived) + hop
     edges = [0, *(np.nonzero(np.diff(stage))[0] + 1).tolist(), len(stage)] if len(stage) else []
     for first, stop in itertools.pairwise(edges):
-        out, into, to, t, h = out_link[first:stop], in_link[first:stop], target[first:stop], secs[first:stop], int(hop[first])
+        out, into, to, t, h = (
+            out_link[first:stop],
+            in_link[first:stop],
+            target[first:stop],
+            secs[first:stop],
+            int(hop[first]),
+        )
         if slot[first] != now:
             before, now = arrived.copy(), int(slot[first])
         start = np.maximum(sent, np.tile(before[h - 1] + topology.hop_secs, 2)) if h else sent
@@ -79,7 +85,9 @@ def simulate(plan: Plan, topology: Topology) -> Simulation:
         np.maximum.at(pressure, out, received[into])
         sent = np.where(sending > 0, np.maximum(start + sending, pressure), sent)
         takes = receiving > 0
-        received = np.where(takes, np.maximum(np.maximum(received, np.where(takes, earliest, 0)) + receiving, latest), received)
+        received = np.where(
+            takes, np.maximum(np.maximum(received, np.where(takes, earliest, 0)) + receiving, latest), received
+        )
         np.maximum.at(arrived[h], to, received[into])
     return Simulation(topology=topology, secs=float(max(received.max(), sent.max())), bound_secs=bound, busiest=busiest)
 
@@ -101,7 +109,9 @@ def _flows(plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, 
     row = np.repeat(np.arange(len(wire)), count * chunks)
     index = np.arange(len(row)) - np.repeat(np.cumsum(count * chunks) - count * chunks, count * chunks)
     k, chunk = index // chunks[row], index % chunks[row]
-    order = moves.order[wire][row] + k * moves.order_step[wire][row] + moves.order_span[wire][row] // chunks[row] * chunk
+    order = (
+        moves.order[wire][row] + k * moves.order_step[wire][row] + moves.order_span[wire][row] // chunks[row] * chunk
+    )
     hops = int(moves.hop.max(initial=0)) + 1
     stage = order // LAG * hops + moves.hop[wire][row]
     key = (stage * plan.ranks + moves.source_rank[wire][row]) * plan.ranks + moves.target_rank[wire][row]

@@ -47,7 +47,9 @@ class Topology:
         PlanError: The plan has more ranks than this topology has places.
         """
         if ranks > self.ranks:
-            raise PlanError(f"topology: {self.name!r} has {self.ranks} places, but the plan has {ranks} ranks. Use more hosts, e.g. preset(..., hosts={-(-ranks // self.gpus_per_host)}).")
+            raise PlanError(
+                f"topology: {self.name!r} has {self.ranks} places, but the plan has {ranks} ranks. Use more hosts, e.g. preset(..., hosts={-(-ranks // self.gpus_per_host)})."
+            )
 
 
 NVLINK_RATES = {

@@ -65,7 +65,9 @@ def cuts(draw: Callable, n: int, parts: int | None = None) -> list[tuple[int, in
 
 
 @st.composite
-def layouts(draw: Callable, shape: tuple[int, ...], dtype: str, max_ranks: int, fused: tuple[int, int] | None = None) -> Layout:
+def layouts(
+    draw: Callable, shape: tuple[int, ...], dtype: str, max_ranks: int, fused: tuple[int, int] | None = None
+) -> Layout:
     """A layout of at most `max_ranks` ranks in random order, perhaps replicated, perhaps strided."""
     axes = [draw(cuts(n, parts=fused[1] if fused and fused[0] == a else None)) for a, n in enumerate(shape)]
     if fused is None:
@@ -85,7 +87,9 @@ def layouts(draw: Callable, shape: tuple[int, ...], dtype: str, max_ranks: int, 
 
 
 @st.composite
-def expressions(draw: Callable, leaf: Callable[[], tuple[Expr, tuple[int, ...]]], depth: int) -> tuple[Expr, tuple[int, ...]]:
+def expressions(
+    draw: Callable, leaf: Callable[[], tuple[Expr, tuple[int, ...]]], depth: int
+) -> tuple[Expr, tuple[int, ...]]:
     """A random expression and its shape."""
     if depth == 0:
         return leaf()
@@ -210,14 +214,18 @@ def cases(draw: Callable, max_depth: int = 4, max_ranks: int = 8, even: bool = F
         if layout is None or draw(st.booleans()):
             layout = draw(layouts(shape, dtype, max_ranks, fused))
         names = {f"m.{i}.t": layout for i in range(first, stop)}
-        trees.append(TargetTree(name=f"r{number}", tensors=names, mapping=Mapping({"m.{i}.t": expr}), ranks=len(layout.ranks)))
+        trees.append(
+            TargetTree(name=f"r{number}", tensors=names, mapping=Mapping({"m.{i}.t": expr}), ranks=len(layout.ranks))
+        )
     return Case(arrays, sources, source_ranks, trees)
 
 
 def local_buffer(array: np.ndarray, layout: Layout, rank: int) -> np.ndarray:
     """What a rank holds of a whole array, as a flat buffer; holes of strided buffers are zero."""
     flat = np.zeros(layout.local_size(rank), array.dtype)
-    view = np.lib.stride_tricks.as_strided(flat, layout.local_shape(rank), [s * flat.itemsize for s in layout.local_strides(rank)])
+    view = np.lib.stride_tricks.as_strided(
+        flat, layout.local_shape(rank), [s * flat.itemsize for s in layout.local_strides(rank)]
+    )
     view[...] = array[tuple(slice(lo, hi) for lo, hi in layout.box(rank))]
     return flat
 
@@ -243,7 +251,10 @@ def check(case: Case, plan: Plan) -> None:
         cut = family.layout.cuts(fused.axis % len(family.layout.shape)) if fused else ()
         for tensor in range(family.count):
             whole = evaluate(
-                family.expr.astype(family.layout.dtype), lambda name, i: case.arrays[name.replace("{i}", str(i))], family.first + tensor, cut
+                family.expr.astype(family.layout.dtype),
+                lambda name, i: case.arrays[name.replace("{i}", str(i))],
+                family.first + tensor,
+                cut,
             )
             for rank in family.layout.ranks:
                 want = local_buffer(whole, family.layout, rank)

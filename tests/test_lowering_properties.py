@@ -27,7 +27,9 @@ def test_every_dependency_points_to_a_smaller_order_number(case: Case) -> None:
         move = plan.moves[row]
         key = move.band, move.target_tensor + k * move.target_tensor_step
         if move.hop:
-            have = arrived[*key[:1], move.source_tensor + k * move.source_tensor_step, move.source_family, move.source_rank]
+            have = arrived[
+                *key[:1], move.source_tensor + k * move.source_tensor_step, move.source_family, move.source_rank
+            ]
             assert have == plan.bands[move.band], "forwarded before all of the band had arrived"
         if move.band >= 0:
             here = (*key, move.target_family, move.target_rank)
@@ -44,6 +46,8 @@ def test_trainers_send_each_distinct_byte_once(case: Case) -> None:
         cut = family.layout.cuts(0)
         for (box, strides), _ in family.layout.holders:
             size = np.prod([hi - lo for lo, hi in box]) * family.layout.itemsize
-            distinct[family.expr, family.first, family.count, cut, box, strides, family.layout.dtype] = int(size) * family.count
+            distinct[family.expr, family.first, family.count, cut, box, strides, family.layout.dtype] = (
+                int(size) * family.count
+            )
     fills = plan.row_nbytes[plan.moves.source_rank < 0].sum()
     assert plan.egress_nbytes + fills <= sum(distinct.values())

@@ -86,4 +86,6 @@ def require_family(sizes: Model, families: tuple[str, ...], engine: str) -> None
     PlanError: The adapter has no mapping for the model's family.
     """
     if sizes.family not in families:
-        raise PlanError(f"engine: {engine} has no mapping for {sizes.name!r} of family {sizes.family!r}, but only for {list(families)}. Write an sf.Mapping for it.")
+        raise PlanError(
+            f"engine: {engine} has no mapping for {sizes.name!r} of family {sizes.family!r}, but only for {list(families)}. Write an sf.Mapping for it."
+        )

@@ -39,7 +39,9 @@ def route(trainer: Side, rollout: Side) -> Mapping:
     return compose(rollout.mapping, trainer.mapping)
 
 
-def tensor(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, dtype: str, shape: tuple[int, ...], *spec: Any) -> jax.ShapeDtypeStruct:
+def tensor(
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, dtype: str, shape: tuple[int, ...], *spec: Any
+) -> jax.ShapeDtypeStruct:
     """A leaf of a side's tree."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
 

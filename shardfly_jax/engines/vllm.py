@@ -26,7 +26,11 @@ VOCAB_MULTIPLE = 64
 
 
 def rollout(
-    model: Model, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, *, dtype: Any = "bfloat16", expert_parallel: bool = False
+    model: Model,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    *,
+    dtype: Any = "bfloat16",
+    expert_parallel: bool = False,
 ) -> Side:
     """The rollout side of a model.
 
@@ -55,9 +59,15 @@ def _check(m: Model, tp: int, expert_parallel: bool) -> None:
         parts["experts"] = m.experts.count
     else:
         parts["expert width"] = m.experts.width
-    faults = [f"indivisible: {m.name} has {n} as {what}, but tp={tp} does not divide it. Choose another tp." for what, n in parts.items() if n % tp]
+    faults = [
+        f"indivisible: {m.name} has {n} as {what}, but tp={tp} does not divide it. Choose another tp."
+        for what, n in parts.items()
+        if n % tp
+    ]
     if max(tp, m.kv_heads) % min(tp, m.kv_heads):
-        faults.append(f"indivisible: {m.name} has {m.kv_heads} kv heads, but neither divides the other with tp={tp}. Choose another tp.")
+        faults.append(
+            f"indivisible: {m.name} has {m.kv_heads} kv heads, but neither divides the other with tp={tp}. Choose another tp."
+        )
     if faults:
         raise PlanError(faults)
 
@@ -73,7 +83,11 @@ def _tensors(m: Model, mesh: Any, tp: int, dtype: Any, expert_parallel: bool) ->
 
     kv_heads = max(m.kv_heads, tp)
     vocab = padded_vocab(m)
-    tree = {"model.embed_tokens.weight": t((vocab, m.hidden), "tp"), "model.norm.weight": t((m.hidden,)), "lm_head.weight": t((vocab, m.hidden), "tp")}
+    tree = {
+        "model.embed_tokens.weight": t((vocab, m.hidden), "tp"),
+        "model.norm.weight": t((m.hidden,)),
+        "lm_head.weight": t((vocab, m.hidden), "tp"),
+    }
     for i in range(m.layers):
         p = LAYER.format(i=i)
         tree[p + "self_attn.qkv_proj.weight"] = t(((m.heads + 2 * kv_heads) * m.head_dim, m.hidden), "tp")
@@ -88,8 +102,12 @@ def _tensors(m: Model, mesh: Any, tp: int, dtype: Any, expert_parallel: bool) ->
         else:
             e, f = m.experts.count, m.experts.width
             tree[p + "mlp.gate.weight"] = t((e, m.hidden))
-            tree[p + "mlp.experts.w13_weight"] = t((e, 2 * f, m.hidden), *(("tp",) if expert_parallel else (None, "tp")))
-            tree[p + "mlp.experts.w2_weight"] = t((e, m.hidden, f), *(("tp",) if expert_parallel else (None, None, "tp")))
+            tree[p + "mlp.experts.w13_weight"] = t(
+                (e, 2 * f, m.hidden), *(("tp",) if expert_parallel else (None, "tp"))
+            )
+            tree[p + "mlp.experts.w2_weight"] = t(
+                (e, m.hidden, f), *(("tp",) if expert_parallel else (None, None, "tp"))
+            )
     return tree
 
 

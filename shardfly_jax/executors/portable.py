@@ -1,4 +1,4 @@
-"""The portable executor: jitted XLA and copies, on any platform, in one process."""
+"""The portable executor: on any platform, in one process."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from typing import Protocol
 
 import jax
 
-from shardfly_jax.executors.host import HostExecutor
+from shardfly_jax.executors.host import HostExecutor, is_host
 from shardfly_jax.executors.memory import Key, Shard, Sources
 from shardfly_jax.executors.xla import XlaExecutor
 from shardfly_jax.sharding.plan import Plan
-
-SourceShapes = Callable[[Key], tuple[tuple[int, ...], jax.Device]]
-"""Local shape and device of a source shard."""
 
 
 class Executor(Protocol):
@@ -28,9 +25,8 @@ class Executor(Protocol):
         """
 
 
-def make_executor(plan: Plan, buffers: Mapping[Key, Shard], source_shapes: SourceShapes, source_devices: set[jax.Device]) -> Executor:
-    """Compiles what a plan needs: through host memory if every device is a CPU, else through XLA alone."""
-    devices = source_devices | {shard.device for shard in buffers.values()}
-    if all(device.platform == "cpu" for device in devices):
-        return HostExecutor(plan, buffers, source_shapes)
+def make_executor(plan: Plan, buffers: Mapping[Key, Shard], source_devices: set[jax.Device]) -> Executor:
+    """Prepares a plan for repeated runs: through host memory if every device is a CPU, else through XLA."""
+    if is_host(source_devices | {shard.device for shard in buffers.values()}):
+        return HostExecutor(plan, buffers)
     return XlaExecutor(plan, buffers)

@@ -52,7 +52,9 @@ class Region:
         rest = [axis for axis in range(len(self.sizes)) if axis not in self.axes]
         order = [*self.axes, *rest]
         block = values.reshape([*values.shape, *(1,) * len(rest)]).transpose(np.argsort(order))
-        whole = lax.dynamic_update_slice(flat.reshape(self.radices), block, [starts[k] for k in range(len(self.radices))])
+        whole = lax.dynamic_update_slice(
+            flat.reshape(self.radices), block, [starts[k] for k in range(len(self.radices))]
+        )
         return whole.reshape(flat.shape)
 
 

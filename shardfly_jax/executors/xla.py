@@ -35,7 +35,9 @@ class XlaExecutor:
     def __init__(self, plan: Plan, buffers: Mapping[Key, Shard]):
         self.plan, self.buffers = plan, buffers
         moves = list(plan.moves)
-        self._order = [(moves[row], k) for row, k in zip(*(index.tolist() for index in plan.moves.expanded()), strict=True)]
+        self._order = [
+            (moves[row], k) for row, k in zip(*(index.tolist() for index in plan.moves.expanded()), strict=True)
+        ]
 
     def run(self, sources: Sources, progress: Callable[[int], None] | None = None) -> None:
         """Executes every move; see `Executor`.
@@ -45,7 +47,9 @@ class XlaExecutor:
         """
         arrays = {self.buffers[key].address: shard.array for key, shard in self.buffers.items()}  # aliases share one
         for move, k in self._order:
-            target = self.buffers[move.target_family, move.target_tensor + k * move.target_tensor_step, move.target_rank]
+            target = self.buffers[
+                move.target_family, move.target_tensor + k * move.target_tensor_step, move.target_rank
+            ]
             conversion = self.plan.conversions[move.convert]
             written = target_view(move)
             piece = None
@@ -61,7 +65,9 @@ class XlaExecutor:
             if progress is not None:
                 progress(self.plan.move_nbytes(move))
         jax.block_until_ready(list(arrays.values()))
-        moved = [key for key, shard in self.buffers.items() if arrays[shard.address].unsafe_buffer_pointer() != shard.address]
+        moved = [
+            key for key, shard in self.buffers.items() if arrays[shard.address].unsafe_buffer_pointer() != shard.address
+        ]
         if moved:
             family, tensor, rank = moved[0]
             raise StaleBuffer(
