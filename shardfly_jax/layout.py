@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Singl
 
 from shardfly_jax.sharding.errors import PlanError
 from shardfly_jax.sharding.formats import dtype_name
-from shardfly_jax.sharding.layouts import Layout, LocalTensors
+from shardfly_jax.sharding.layouts import Box, Layout, LocalTensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +52,8 @@ Place = tuple[str, int | None]
 def leaf_places(tree: Any, names: Collection[str]) -> tuple[list[Place], list[Any], Any]:
     """The tensors that the leaves of a tree of values hold.
 
-    A rank-local value stands under its rank: `{rank: array}` in place of an `sf.Layout`, or one tree per rank in place of
-    an `sf.local`.
+    A rank-local value stands under its rank: `{rank: array}` in place of an `sf.Layout`, or one tree per rank in place
+    of an `sf.local`.
 
     Args:
       tree: Values in the structure in which a plan was described.
@@ -132,7 +132,7 @@ class Tree:
     parts: tuple[tuple[tuple[str, ...], Any], ...]
     is_local: bool
     tensors: dict[str, Layout | LocalTensors]
-    shardings: dict[str, jax.sharding.Sharding | None]
+    shardings: dict[str, NamedSharding | SingleDeviceSharding | None]
     devices: tuple[jax.Device | None, ...]
     replicas: tuple[tuple[int, ...], ...]
 
@@ -158,7 +158,7 @@ def read_tree(tree: Any, what: str) -> Tree:
             f"tree: the names {twice} of {what} stand for several leaves. Rename the keys so that paths differ."
         )
     ranks = _Ranks()
-    shardings: dict[str, jax.sharding.Sharding | None] = {}
+    shardings: dict[str, NamedSharding | SingleDeviceSharding | None] = {}
     for name, leaf in zip(names, leaves, strict=True):
         shardings[name] = None
         if isinstance(leaf, Layout):
@@ -169,7 +169,8 @@ def read_tree(tree: Any, what: str) -> Tree:
             ranks.add(sharding)
         else:
             faults.append(
-                f"tree: {name!r} of {what} is a {type(leaf).__name__} with sharding {sharding}, but a NamedSharding is needed. "
+                f"tree: {name!r} of {what} is a {type(leaf).__name__} with sharding {sharding}, but a "
+                "NamedSharding is needed. "
                 "Put it on a mesh with jax.device_put, or give a ShapeDtypeStruct with sharding= or an sf.Layout."
             )
     tensors: dict[str, Layout | LocalTensors] = {}
@@ -265,6 +266,11 @@ class _Ranks:
         )
 
 
+def box_of(shape: tuple[int, ...], index: tuple[slice, ...]) -> Box:
+    """The box that a shard's index, as JAX gives it, cuts out of a shape."""
+    return tuple((cut.start, cut.stop) for cut in (range(n)[part] for n, part in zip(shape, index, strict=True)))
+
+
 @functools.lru_cache(maxsize=4096)
 def _single_mesh(device: jax.Device) -> Mesh:
     return Mesh(np.array([device]), ("_",))
@@ -304,7 +310,8 @@ def mesh_bounds(mesh: tuple[tuple[str, int], ...], spec: PartitionSpec, shape: t
             part, parts = part * sizes[index[name]] + coords[index[name]], parts * sizes[index[name]]
         if shape[axis] % parts:
             raise PlanError(
-                f"has {shape[axis]} elements on axis {axis}, but {spec} cuts it into {parts} equal parts on the mesh {dict(mesh)}. "
+                f"has {shape[axis]} elements on axis {axis}, but {spec} cuts it into {parts} equal parts on the "
+                f"mesh {dict(mesh)}. "
                 "Choose a mesh that divides it, or give an sf.Layout with uneven boxes."
             )
         step = shape[axis] // parts

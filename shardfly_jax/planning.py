@@ -168,7 +168,8 @@ def _target_trees(target: Any, mapping: Any) -> tuple[dict[str, Any], dict[str, 
         return trees, dict.fromkeys(trees, mapping)
     if set(mapping) != set(trees) or not all(m is None or isinstance(m, Mapping) for m in mapping.values()):
         raise PlanError(
-            f"mapping: its keys {sorted(mapping)} do not name the targets {sorted(trees)}. A dict of mappings goes with a dict of "
+            f"mapping: its keys {sorted(mapping)} do not name the targets {sorted(trees)}. A dict of mappings "
+            "goes with a dict of "
             "replicas; a mapping for one tree is written sf.Mapping({...})."
         )
     return trees, dict(mapping)
@@ -186,7 +187,8 @@ def _whole(layout: Layout | LocalTensors) -> Layout:
     shapes = set(layout.shapes.values())
     if len(shapes) != 1:
         raise PlanError(
-            f"local: source shapes {sorted(shapes)} differ between ranks, but each is whole. Give an sf.Layout with boxes."
+            f"local: source shapes {sorted(shapes)} differ between ranks, but each is whole. Give an sf.Layout "
+            "with boxes."
         )
     return layout.whole(shapes.pop())
 
@@ -205,6 +207,7 @@ def load_plan(path: str | Path | BinaryIO, digest: str | None = None) -> Plan:
     plan = sharding.load(path)
     if digest is not None and plan.digest != digest:
         raise DigestMismatch(
-            f"plan file: {path} holds plan {plan.digest[:12]}, but {digest[:12]} is wanted. Make both sides plan from the same inputs."
+            f"plan file: {path} holds plan {plan.digest[:12]}, but {digest[:12]} is wanted. Make both sides "
+            "plan from the same inputs."
         )
     return Plan(**{f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -14,13 +15,12 @@ from jax.sharding import Mesh
 
 from shardfly_jax.executors.memory import Key, Shard
 from shardfly_jax.executors.portable import Executor, make_executor
-from shardfly_jax.layout import Local, Place, Tree, is_module, leaf_places, leaves_of
+from shardfly_jax.layout import Local, Place, Tree, box_of, is_module, leaf_places, leaves_of
 from shardfly_jax.planning import TARGET, Plan, Replicas
 from shardfly_jax.sharding.errors import Poisoned, RegistrationError, StaleBuffer
 from shardfly_jax.sharding.formats import dtype_name, np_dtype
 from shardfly_jax.sharding.layouts import Layout
 from shardfly_jax.sharding.patterns import FAMILY, name_pattern
-
 
 ALIGNMENT = 256
 """Of registered allocations, bytes."""
@@ -167,7 +167,10 @@ class Owner:
         index, k = self.tensors[name]
         layout = self.families[index].layout
         if not isinstance(leaf, jax.Array):
-            return f"is a {type(leaf).__name__}, but a jax.Array is needed. Allocate it with jax, or call sf.register(plan) to let it be allocated."
+            return (
+                f"is a {type(leaf).__name__}, but a jax.Array is needed. Allocate it with jax, or call "
+                "sf.register(plan) to let it be allocated."
+            )
         if dtype_name(leaf.dtype) != layout.dtype:
             return f"is {leaf.dtype}, but the plan has {layout.dtype}. Allocate it in the planned dtype, or plan anew."
         if rank is not None:
@@ -176,7 +179,10 @@ class Owner:
                 return f"has a buffer for rank {rank}, which holds nothing of it in the plan. Remove it."
             shape = _buffer_shape(layout, full)
             if leaf.shape != shape or len(leaf.devices()) != 1:
-                return f"has shape {leaf.shape} on rank {rank}, but the plan has {shape} on one device. Allocate it so, or plan anew."
+                return (
+                    f"has shape {leaf.shape} on rank {rank}, but the plan has {shape} on one device. "
+                    "Allocate it so, or plan anew."
+                )
             self.buffers[index, k, full] = Shard.of(leaf)
             return None
         if leaf.shape != layout.shape:
@@ -184,13 +190,11 @@ class Owner:
         by_device = {shard.device: shard for shard in leaf.addressable_shards}
         for full, device in self._device_of(leaf, layout, devices).items():
             shard = by_device.get(device)
-            box = (
-                None
-                if shard is None
-                else tuple(range(n)[cut] for n, cut in zip(layout.shape, shard.index, strict=True))
-            )
-            if shard is None or tuple((r.start, r.stop) for r in box or ()) != layout.box(full):
-                return f"is cut by {leaf.sharding}, which is not how the plan cuts it. Put it on the planned mesh and spec, or plan anew."
+            if shard is None or box_of(layout.shape, shard.index) != layout.box(full):
+                return (
+                    f"is cut by {leaf.sharding}, which is not how the plan cuts it. Put it on the planned "
+                    "mesh and spec, or plan anew."
+                )
             self.buffers[index, k, full] = Shard.of(shard.data)
         return None
 
@@ -208,7 +212,8 @@ class Owner:
         leaves, structure = leaves_of(self._value())
         if structure != self.structure:
             raise StaleBuffer(
-                f"owner: the tree of {self.name!r} has changed its structure since it was registered. Register it again."
+                f"owner: the tree of {self.name!r} has changed its structure since it was registered. Register "
+                "it again."
             )
         for place, leaf, known, current in zip(self.places, leaves, self.known, self.current, strict=True):
             if place[0] in self.tensors and leaf is not current and leaf is not known:
@@ -216,7 +221,8 @@ class Owner:
         for (index, k, rank), shard in self.buffers.items():
             if shard.array.is_deleted():
                 raise StaleBuffer(
-                    f"buffer: {self.families[index].name(k)!r} of rank {rank} was deleted or donated since it was registered. "
+                    f"buffer: {self.families[index].name(k)!r} of rank {rank} was deleted or donated since it "
+                    "was registered. "
                     "Do not donate rollout params to jitted functions; register again."
                 )
 
@@ -229,7 +235,8 @@ class Owner:
         for (i, t, r), shard in self.buffers.items():
             if (i, t) == (index, k) and rank in (None, r - self.base) and pointers.get(shard.device) != shard.address:
                 raise StaleBuffer(
-                    f"buffer: {name!r} of rank {r} was at {shard.address:#x} when registered, but its owner now holds another one. "
+                    f"buffer: {name!r} of rank {r} was at {shard.address:#x} when registered, but its owner now "
+                    "holds another one. "
                     "Write into the registered buffer instead of rebinding it, or register again."
                 )
 
@@ -301,7 +308,8 @@ def _owners(owner: Any, trees: list[str]) -> dict[str, Any]:
     if not isinstance(owner, dict) or set(owner) != set(trees):
         keys = sorted(owner) if isinstance(owner, dict) else type(owner).__name__
         raise RegistrationError(
-            f"registration: owners are given for {keys}, but the plan has the targets {trees}. Give a dict with one owner for each."
+            f"registration: owners are given for {keys}, but the plan has the targets {trees}. Give a dict with "
+            "one owner for each."
         )
     return owner
 
@@ -330,7 +338,8 @@ def _placed(plan: Plan, trees: list[str], placement: Any) -> dict[str, dict[int,
 def _allocate(plan: Plan, trees: list[str], devices: Mapping[str, Mapping[int, jax.Device]]) -> dict[str, Any]:
     if plan.keep:
         raise RegistrationError(
-            "registration: the plan keeps some targets untouched, but there is no owner that has them. Give the rollout's params."
+            "registration: the plan keeps some targets untouched, but there is no owner that has them. Give the "
+            "rollout's params."
         )
     given: dict[str, Any] = {}
     for name in trees:
@@ -405,10 +414,11 @@ def _check_memory(plan: Plan, buffers: Mapping[Key, Shard]) -> None:
     for keys in ranges.values():
         if len(keys) > 1 and sum(plan.families[family].alias_of is None for family, _, _ in keys) > 1:
             faults.append(
-                f"{name(keys[0])} and {name(keys[1])} share one buffer. Declare one as sf.alias of the other, or give each its own."
+                f"{name(keys[0])} and {name(keys[1])} share one buffer. Declare one as sf.alias of the other, "
+                "or give each its own."
             )
     ordered = sorted(((str(where), lo, hi, keys[0]) for (where, lo, hi), keys in ranges.items()), key=lambda r: r[:3])
-    for (where, _, hi, key), (next_where, lo, _, next_key) in zip(ordered, ordered[1:], strict=False):
+    for (where, _, hi, key), (next_where, lo, _, next_key) in itertools.pairwise(ordered):
         if where == next_where and lo < hi:
             faults.append(f"{name(key)} and {name(next_key)} overlap in memory. Give each its own buffer.")
     read_only = _read_only_ranges() if any(where == "host" for where, _, _ in ranges) else []

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 
 from shardfly_jax.executors.memory import Key, host_bytes, wait_for_readers
-from shardfly_jax.layout import Local, Place, leaf_places, leaves_of, read_tree
+from shardfly_jax.layout import Place, box_of, leaf_places, leaves_of, read_tree
 from shardfly_jax.planning import Plan
 from shardfly_jax.registry import Session
-from shardfly_jax.sharding.errors import ParamsMismatch, PlanError, ShardflyError, VerificationError
+from shardfly_jax.sharding.errors import ParamsMismatch, PlanError, VerificationError
 from shardfly_jax.sharding.evaluate import evaluate
 from shardfly_jax.sharding.formats import dtype_name, np_dtype
 from shardfly_jax.sharding.language import outer_fuse
@@ -137,8 +137,8 @@ def _bound(params_: Any, session: Session) -> tuple[list[Any], _Binding]:
 
 def _mismatch(faults: list[str]) -> ParamsMismatch:
     return ParamsMismatch(
-        f"params: {len(faults)} differ from the plan; nothing was written. Pass the planned params or make a new plan.\n"
-        + "\n".join(f"  - {fault}." for fault in faults)
+        f"params: {len(faults)} differ from the plan; nothing was written. Pass the planned params or make a "
+        "new plan.\n" + "\n".join(f"  - {fault}." for fault in faults)
     )
 
 
@@ -221,10 +221,8 @@ def _fault(leaf: jax.Array, layout: Layout, rank: int | None, ranks: dict[int, j
         return f"has shape {leaf.shape}, but the plan has {layout.shape}"
     index = leaf.sharding.devices_indices_map(leaf.shape)
     for r in layout.ranks:
-        cut = index.get(ranks.get(r))  # type: ignore[arg-type]
-        if cut is None or tuple(
-            (s.start, s.stop) for s in (range(n)[c] for n, c in zip(leaf.shape, cut, strict=True))
-        ) != layout.box(r):
+        device = ranks.get(r)
+        if device not in index or box_of(leaf.shape, index[device]) != layout.box(r):
             return f"has sharding {leaf.sharding}, which does not put the planned shard on rank {r}"
     return None
 
@@ -240,7 +238,8 @@ def _check_overlap(session: Session, arrays: dict[Key, jax.Array]) -> None:
             source, target = session.plan.families[key[0]].name(key[1]), session.plan.families[hit[0]].name(hit[1])
             raise _mismatch(
                 [
-                    f"{source!r} lies in the buffer registered for {target!r}. Give the rollout buffers of its own, e.g. sf.register(plan)"
+                    f"{source!r} lies in the buffer registered for {target!r}. Give the rollout buffers of its "
+                    "own, e.g. sf.register(plan)"
                 ]
             )
 
@@ -276,14 +275,14 @@ def verify(params_: Any, plan: Plan, *, progress: Callable[[int], None] | None =
     for family_index, tensor, whole in _meanings(session, source):
         family = session.plan.families[family_index]
         for rank in family.layout.ranks:
-            want = whole[tuple(slice(lo, hi) for lo, hi in family.layout.box(rank))]
+            meant = whole[tuple(slice(lo, hi) for lo, hi in family.layout.box(rank))]
             have = _read(session, (family_index, tensor, rank))
-            differing = int(np.count_nonzero(_bytes_of(want) != _bytes_of(have)))
+            differing = int(np.count_nonzero(_bytes_of(meant) != _bytes_of(have)))
             if differing:
-                wrong.append(f"{family.name(tensor)!r} of rank {rank}: {differing} of {want.nbytes} bytes")
-            checked += want.nbytes
+                wrong.append(f"{family.name(tensor)!r} of rank {rank}: {differing} of {meant.nbytes} bytes")
+            checked += meant.nbytes
             if progress is not None:
-                progress(want.nbytes)
+                progress(meant.nbytes)
     if wrong:
         shown = "\n".join(f"  - {line}" for line in wrong[:20])
         raise VerificationError(f"verify: {len(wrong)} target shards differ from their mapping:\n{shown}")

@@ -63,7 +63,7 @@ def layout_to_json(layout: Layout) -> dict[str, Any]:
 def layout_from_json(data: dict[str, Any]) -> Layout:
     """Inverse of `layout_to_json`; checks everything again."""
     shape, ranks = tuple(data["shape"]), data["ranks"]
-    bounds = np.array(data["bounds"], np.int64).reshape(len(ranks), len(shape), 2).tolist()
+    bounds: list[Any] = np.array(data["bounds"], np.int64).reshape(len(ranks), len(shape), 2).tolist()
     strides = None if data["strides"] is None else dict(zip(ranks, data["strides"], strict=True))
     return Layout(shape, data["dtype"], dict(zip(ranks, bounds, strict=True)), strides)
 

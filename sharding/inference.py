@@ -92,7 +92,7 @@ def infer(expr: Expr, lookup: Lookup, layers: range) -> TensorType:
             missing = sorted(set(layers) - {i for i, _ in per_layer})
             if missing:
                 raise LanguageError(f"take: no indices for layers {missing}. Give a list for every layer.")
-            return TensorType([_taken(row, a, shape) for i, row in per_layer if i in layers][0], dtype)
+            return TensorType(next(_taken(row, a, shape) for i, row in per_layer if i in layers), dtype)
         case Repeat(_, repeats, axis):
             a = _axis("repeat", axis, shape)
             return TensorType((*shape[:a], shape[a] * repeats, *shape[a + 1 :]), dtype)
@@ -145,7 +145,8 @@ def _indexed(items: tuple[int | slice | FamilyIndex, ...], shape: tuple[int, ...
             reached = [item.value.at(layers[0]), item.value.at(layers[-1])]
             if min(reached) < 0 or max(reached) >= n:
                 raise LanguageError(
-                    f"index: {{{item.value}}} reaches {min(reached)} to {max(reached)} for layers {layers[0]} to {layers[-1]}, outside an axis of length {n}."
+                    f"index: {{{item.value}}} reaches {min(reached)} to {max(reached)} for layers {layers[0]} "
+                    f"to {layers[-1]}, outside an axis of length {n}."
                 )
         elif not -n <= item < n:
             raise LanguageError(f"index: {item} is outside an axis of length {n}.")

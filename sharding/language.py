@@ -21,7 +21,8 @@ from shardfly_jax.sharding.patterns import Affine, parse_affine
 
 @dataclasses.dataclass(frozen=True)
 class FamilyIndex:
-    """An index that follows the family variable: `"{i}"`, `"{i}-3"`, `"{2*i}+1"`; or another variable before binding."""
+    """An index that follows the family variable: "
+    "`"{i}"`, `"{i}-3"`, `"{2*i}+1"`; or another variable before binding."""
 
     value: Affine
 
@@ -54,7 +55,8 @@ class Expr:
             if isinstance(item, str):
                 if not isinstance(self, Src):
                     raise LanguageError(
-                        f"index: {item!r} is applied to {self}, but only a src can be indexed by a variable. Index first."
+                        f"index: {item!r} is applied to {self}, but only a src can be indexed by a variable. "
+                        "Index first."
                     )
                 parsed.append(FamilyIndex(parse_index(item)))
             elif isinstance(item, slice):
@@ -67,7 +69,8 @@ class Expr:
                 parsed.append(item)
             else:
                 raise LanguageError(
-                    f"index: {item!r} is a {type(item).__name__}, but only ints, slices and '{{i}}' can index. Use take for lists."
+                    f"index: {item!r} is a {type(item).__name__}, but only ints, slices and '{{i}}' can index. "
+                    "Use take for lists."
                 )
         return Index(self, tuple(parsed))
 
@@ -304,7 +307,8 @@ def axis_sizes(expr: Rearrange, shape: Sequence[int]) -> dict[str, int]:
         if known == 0 or extent % known or (not open_ and known != extent):
             given = ", ".join(f"{name}={sizes[name]}" for name in group if name in sizes) or "length 1"
             raise LanguageError(
-                f"rearrange: an axis of length {extent} does not divide into ({' '.join(group)}) with {given} in {expr.pattern!r}."
+                f"rearrange: an axis of length {extent} does not divide into ({' '.join(group)}) with {given} "
+                f"in {expr.pattern!r}."
             )
         if open_:
             sizes[open_[0]] = extent // known
@@ -323,7 +327,8 @@ def children(expr: Expr) -> tuple[Expr, ...]:
 
 
 def rewrite(expr: Expr, leaf: Callable[[Expr], Expr | None]) -> Expr:
-    """A copy in which every node for which `leaf` returns something is replaced by it; children are visited otherwise."""
+    """A copy in which every node for which `leaf` returns something is replaced by it; children are visited "
+    "otherwise."""
     replaced = leaf(expr)
     if replaced is not None:
         return replaced
@@ -363,7 +368,8 @@ def outer_fuse(expr: Expr) -> Fuse | None:
         inner = todo.pop()
         if isinstance(inner, Fuse):
             raise LanguageError(
-                "fuse: stands inside another operation, but it must be outermost (only astype may follow). Move the operation into its parts."
+                "fuse: stands inside another operation, but it must be outermost (only astype may follow). Move "
+                "the operation into its parts."
             )
         if isinstance(inner, Alias):
             raise LanguageError(

@@ -166,7 +166,8 @@ class Layout:
 
     @cached_property
     def holders(self) -> tuple[tuple[tuple[Box, tuple[int, ...]], tuple[int, ...]], ...]:
-        """Distinct ((box, local strides), ranks that hold it), boxes in order of their first rank; empty boxes left out."""
+        """Distinct ((box, local strides), ranks that hold it), boxes in order of their first rank; empty boxes "
+        "left out."""
         held: dict[tuple[Box, tuple[int, ...]], list[int]] = {}
         for row, rank in enumerate(self.ranks):
             box = tuple((lo, hi) for lo, hi in self.bounds[row].tolist())
@@ -230,6 +231,7 @@ class LocalTensors:
                     start = end
                 return Layout(shape, self.dtype, boxes)
         raise PlanError(
-            f"the local shapes {sorted(set(locals_))} of {len(locals_)} ranks neither equal the shape {shape} of the mapped "
+            f"the local shapes {sorted(set(locals_))} of {len(locals_)} ranks neither equal the shape {shape} "
+            "of the mapped "
             "expression nor add up to it along exactly one axis. Give an sf.Layout with the box of each rank"
         )

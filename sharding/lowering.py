@@ -304,7 +304,8 @@ class SourceShards(NamedTuple):
 
 
 class Template(NamedTuple):
-    """A move before its ranks are chosen. Offsets and strides in elements of the local buffers; `-1` families are fills."""
+    """A move before its ranks are chosen. Offsets and strides in elements of the local buffers; `-1` families "
+    "are fills."""
 
     family: int
     shard: int
@@ -312,7 +313,7 @@ class Template(NamedTuple):
     dims: tuple[tuple[int, int, int], ...]  # (extent, source stride, target stride), outermost first, at most MAX_DIMS
     source_offset: int
     target_offset: int
-    count: int
+    count: int  # type: ignore[assignment]  # the field's word, over tuple.count
     source_tensor: int
     source_tensor_step: int
     source_offset_step: int

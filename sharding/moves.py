@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,7 +36,7 @@ class Move(NamedTuple):
     target_strides: tuple[int, ...]
     source_offset: int
     target_offset: int
-    count: int
+    count: int  # type: ignore[assignment]  # the field's word, over tuple.count
     source_tensor: int
     source_tensor_step: int
     source_offset_step: int
@@ -50,8 +50,8 @@ class Move(NamedTuple):
     order_span: int
 
 
-NARROW = ("source_family", "source_rank", "target_family", "target_rank", "count", "convert", "band", "hop", "source_tensor",
-          "source_tensor_step", "target_tensor", "target_tensor_step")  # fmt: skip
+NARROW = ("source_family", "source_rank", "target_family", "target_rank", "count", "convert", "band", "hop",
+          "source_tensor", "source_tensor_step", "target_tensor", "target_tensor_step")  # fmt: skip
 VECTORS = ("extents", "source_strides", "target_strides")
 
 
@@ -105,6 +105,8 @@ class MoveTable:
         return MoveTable({name: np.concatenate([t.columns[name] for t in tables]) for name in Move._fields})
 
     def __getattr__(self, name: str) -> np.ndarray:
+        if name == "columns":  # not set yet: being copied
+            raise AttributeError(name)
         try:
             return self.columns[name]
         except KeyError:
@@ -114,7 +116,7 @@ class MoveTable:
         return len(self.columns["count"])
 
     def __getitem__(self, row: int) -> Move:
-        values = {}
+        values: dict[str, Any] = {}
         for name, column in self.columns.items():
             values[name] = tuple(column[row].tolist()) if name in VECTORS else int(column[row])
         dims = [d for d in zip(*(values.pop(name) for name in VECTORS), strict=True) if d[0] != 1]
@@ -139,7 +141,8 @@ class MoveTable:
         return sum(column.nbytes for column in self.columns.values())
 
     def run_lengths(self) -> np.ndarray:
-        """Elements that are contiguous on both sides, per row: the innermost extent where both strides are 1, else 1."""
+        """Elements that are contiguous on both sides, per row: the innermost extent where both strides are 1, "
+        "else 1."""
         inner = (self.columns["source_strides"] == 1) & (self.columns["target_strides"] == 1)
         return np.where(inner, self.columns["extents"], 1).max(axis=1)
 

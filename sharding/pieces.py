@@ -15,6 +15,7 @@ No operation ever looks at elements: the cost follows the number of boxes and of
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ TARGET, SOURCE = 0, 1
 class Digit(NamedTuple):
     """`count` steps, each moving `t_radix` along target axis `t_axis` and `s_radix` along source axis `s_axis`."""
 
-    count: int
+    count: int  # type: ignore[assignment]  # the field's word, over tuple.count
     t_axis: int
     t_radix: int
     s_axis: int
@@ -144,7 +145,7 @@ def drop_axis(piece: Piece, axis: int) -> Piece:
 
 
 def split_axis(piece: Piece, axis: int, inner: int, inner_axis: int) -> list[Piece]:
-    """Coordinate `c` of a target axis becomes `c // inner` there and `c % inner` on `inner_axis` (where the piece was at 0).
+    """Coordinate `c` of a target axis becomes `c // inner` there and `c % inner` on `inner_axis`, where it was 0.
 
     A piece whose digits do not carry across multiples of `inner` is only relabelled. A digit that straddles is split in
     two if it divides; otherwise the piece is cut at multiples of `inner`.
@@ -176,7 +177,7 @@ def split_axis(piece: Piece, axis: int, inner: int, inner_axis: int) -> list[Pie
     edges = [lo, *inside, hi]
     return [
         done
-        for start, stop in zip(edges, edges[1:], strict=False)
+        for start, stop in itertools.pairwise(edges)
         if start < stop
         for part in clip(piece, TARGET, axis, start, stop)
         for done in split_axis(part, axis, inner, inner_axis)
@@ -199,7 +200,8 @@ def _flip(piece: Piece, axis: int, last: int) -> Piece:
 
 
 def select(piece: Piece, axis: int, start: int, step: int, count: int) -> Iterator[Piece]:
-    """Target coordinates `start + k * step`, `0 <= k < count`, of an axis become `k`; the others go. `step` is not 0."""
+    """Target coordinates `start + k * step`, `0 <= k < count`, of an axis become `k`; the others go. `step` is "
+    "not 0."""
     last = start + (count - 1) * step
     for part in clip(piece, TARGET, axis, min(start, last), max(start, last) + 1):
         if count == 1 or step == 1:

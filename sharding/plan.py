@@ -147,7 +147,11 @@ class Plan:
     def save(self, path: str | Path | BinaryIO) -> None:
         """Writes the plan as a compressed `.npz` with a JSON header; nothing in it is executable."""
         header = json.dumps({**self._header(), "digest": self.digest})
-        arrays = {"header": np.frombuffer(header.encode(), np.uint8), "bands": self.bands, **self.moves.columns}
+        arrays: dict[str, Any] = {
+            "header": np.frombuffer(header.encode(), np.uint8),
+            "bands": self.bands,
+            **self.moves.columns,
+        }
         if isinstance(path, str | Path):
             with Path(path).open("wb") as file:  # a path is taken as it is; NumPy would append .npz
                 np.savez_compressed(file, **arrays)
@@ -187,7 +191,8 @@ def load(path: str | Path | BinaryIO) -> Plan:
         header = json.loads(arrays.pop("header").tobytes())
         if header["format"] != FILE_FORMAT:
             raise PlanFileError(
-                f"plan file: {path} has format {header['format']}, but this version reads {FILE_FORMAT}. Make the plan again."
+                f"plan file: {path} has format {header['format']}, but this version reads {FILE_FORMAT}. Make "
+                "the plan again."
             )
         bands = arrays.pop("bands")
         plan = Plan(
@@ -208,7 +213,8 @@ def load(path: str | Path | BinaryIO) -> Plan:
         raise PlanFileError(f"plan file: {path} cannot be read as a plan: {error}. Make the plan again.") from error
     if plan.digest != header["digest"]:
         raise PlanFileError(
-            f"plan file: {path} holds digest {header['digest'][:12]}, but its contents give {plan.digest[:12]}. It is damaged; make the plan again."
+            f"plan file: {path} holds digest {header['digest'][:12]}, but its contents give {plan.digest[:12]}. "
+            "It is damaged; make the plan again."
         )
     return plan
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -117,7 +117,8 @@ class _Rows:
             if written != wanted:
                 how = "leave out" if written < wanted else "overlap in"
                 raise LanguageError(
-                    f"the boxes of its sources {how} {abs(wanted - written)} of {wanted} elements. Give source boxes that tile each tensor"
+                    f"the boxes of its sources {how} {abs(wanted - written)} of {wanted} elements. Give source "
+                    "boxes that tile each tensor"
                 )
             if forwarded:
                 self.bands.append(band.size * group.itemsize)
@@ -167,16 +168,18 @@ class _Rows:
         round_ = band % per_root * rounds // per_root
         n = (t[:, 7] - j + period - 1) // period
         extents = t[:, 13 : 13 + MAX_DIMS]
-        itemsize = np.array([np_size for np_size in (g.itemsize for g in groups)])[group]
+        itemsize = np.array([g.itemsize for g in groups])[group]
         shard = t[:, 3]
         source = choose_sources(shard, self.holders, extents.prod(axis=1) * n * itemsize, member[:, 1], topology)
         turn = (member[:, 1] - source) % (self.problem.source_ranks + self.problem.target_ranks)
         first_band = np.array(self.first_band)[group]
         columns = MoveTable.from_columns(
             source_family=t[:, 2], source_rank=source, target_family=member[:, 0], target_rank=member[:, 1],
-            extents=extents, source_strides=t[:, 13 + MAX_DIMS : 13 + 2 * MAX_DIMS], target_strides=t[:, 13 + 2 * MAX_DIMS :],
+            extents=extents, source_strides=t[:, 13 + MAX_DIMS : 13 + 2 * MAX_DIMS],
+            target_strides=t[:, 13 + 2 * MAX_DIMS :],
             source_offset=t[:, 5] + j * t[:, 10], target_offset=t[:, 6], count=n,
-            source_tensor=t[:, 8] + j * t[:, 9], source_tensor_step=t[:, 9] * period, source_offset_step=t[:, 10] * period,
+            source_tensor=t[:, 8] + j * t[:, 9], source_tensor_step=t[:, 9] * period,
+            source_offset_step=t[:, 10] * period,
             target_tensor=layer - family_first, target_tensor_step=step, convert=t[:, 4],
             band=np.where(first_band >= 0, first_band + band, -1), hop=0,
             order=order0 + (layer - first_layer[row]) * layer_order + span * round_ // rounds + turn,
@@ -186,7 +189,11 @@ class _Rows:
 
 
 def _forwards(
-    groups: Sequence[Group], where: Sequence[Place], problem: Problem, bits: object, first_band: Sequence[int]
+    groups: Sequence[Group],
+    where: Sequence[Place],
+    problem: Problem,
+    bits: Callable[[str], int],
+    first_band: Sequence[int],
 ) -> MoveTable:
     """The rows that pass bands from member to member."""
     tables = []
@@ -219,7 +226,7 @@ def _forwards(
             extents=extents, source_strides=strides, target_strides=strides, source_offset=offset, target_offset=offset,
             count=(layers - j + period - 1) // period,
             source_tensor=layer - first[giver[:, 0]], source_tensor_step=period, source_offset_step=0,
-            target_tensor=layer - first[taker[:, 0]], target_tensor_step=period, convert=bits(dtype),  # type: ignore[operator]
+            target_tensor=layer - first[taker[:, 0]], target_tensor_step=period, convert=bits(dtype),
             band=first_band[index] + band, hop=depth,
             order=place.order + j * place.layer_step + place.span * (round_ + 1) // group.rounds + depth * LAG,
             order_step=period * place.layer_step, order_span=0,

@@ -7,6 +7,7 @@ part of one, over which the expression, the source types and the target boxes do
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping as AbstractMapping
 
 from shardfly_jax.sharding.errors import LanguageError, PlanError
@@ -184,7 +185,7 @@ class Problem:
             layout = self._checked_layout(tree, names[i], expr, i)
             if layout is not None:
                 layouts[i] = layout.shifted(base)
-        for first, stop in runs([(i, layout) for i, layout in layouts.items()]):
+        for first, stop in runs(list(layouts.items())):
             self.families.append(Family(tree.name, pattern, first, stop - first, layouts[first], expr, alias_of))
 
     def _checked_layout(self, tree: TargetTree, name: str, expr: Expr, i: int) -> Layout | None:
@@ -286,7 +287,7 @@ class Problem:
                 self.faults.append(f"misshapen: target {family.name(0)!r} of {family.tree!r}: {error}")
                 continue
             expr = Astype(family.expr, family.layout.dtype)
-            self.units += [Unit(index, expr, layers, cuts) for layers in zip(inside, inside[1:], strict=False)]
+            self.units += [Unit(index, expr, layers, cuts) for layers in itertools.pairwise(inside)]
 
     def _fuse_cuts(self, family: Family) -> tuple[tuple[int, int], ...]:
         assert family.expr is not None

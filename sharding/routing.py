@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -22,7 +23,8 @@ from shardfly_jax.sharding.topology import Topology
 BAND_NBYTES = 16 << 20
 """A forwarded unit is at most this large."""
 SMALLEST_BAND_NBYTES = 64 << 10
-"""Boxes are cut into a multiple of their group's size, so that all members are roots at once, down to bands of this size."""
+"""Boxes are cut into a multiple of their group's size, so that all members are roots at once, down to bands of "
+    "this size."""
 FILL_PERCENT = 2
 """What filling one group's chain may add to an update: a group with many bytes in few layers gets more rounds."""
 
@@ -164,7 +166,7 @@ def _cut(box: Box, axes: Sequence[int], count: int) -> list[Box]:
     axis, (lo, hi) = axes[0], box[axes[0]]
     parts = min(count, hi - lo)
     edges = [lo + k * (hi - lo) // parts for k in range(parts + 1)]
-    cut = [(*box[:axis], edge, *box[axis + 1 :]) for edge in zip(edges, edges[1:], strict=False)]
+    cut = [(*box[:axis], edge, *box[axis + 1 :]) for edge in itertools.pairwise(edges)]
     if parts == count:
         return cut
     return [inner for part in cut for inner in _cut(part, axes[1:], -(-count // parts))]

@@ -48,7 +48,8 @@ class Topology:
         """
         if ranks > self.ranks:
             raise PlanError(
-                f"topology: {self.name!r} has {self.ranks} places, but the plan has {ranks} ranks. Use more hosts, e.g. preset(..., hosts={-(-ranks // self.gpus_per_host)})."
+                f"topology: {self.name!r} has {self.ranks} places, but the plan has {ranks} ranks. Use more "
+                f"hosts, e.g. preset(..., hosts={-(-ranks // self.gpus_per_host)})."
             )
 
 

@@ -230,33 +230,39 @@ def local_buffer(array: np.ndarray, layout: Layout, rank: int) -> np.ndarray:
     return flat
 
 
-def check(case: Case, plan: Plan) -> None:
-    """Replays a plan on poisoned buffers: every element written once, every byte equal to the language's meaning."""
-    buffers: dict[tuple[int, int, int], np.ndarray] = {}
-    writes: dict[tuple[int, int, int], np.ndarray] = {}
-    for index, family in enumerate(plan.families):
-        for tensor, name in enumerate(family.names):
-            for rank in family.layout.ranks:
-                if family.expr is None:
-                    buffers[index, tensor, rank] = local_buffer(case.arrays[name], family.layout, rank)
-                else:
-                    size = family.layout.local_size(rank)
-                    poison = np.full(size * family.layout.itemsize, 0xA5, np.uint8)
-                    buffers[index, tensor, rank] = poison.view(np_dtype(family.layout.dtype))
-                    writes[index, tensor, rank] = np.zeros(size, int)
-    replay(plan, lambda *key: buffers[key], lambda *key: writes[key])
+def source_buffers(case: Case, plan: Plan) -> dict[tuple[int, int, int], np.ndarray]:
+    """Flat local buffer of every source shard, by (family, tensor, rank)."""
+    return {
+        (index, tensor, rank): local_buffer(case.arrays[name], plan.families[index].layout, rank)
+        for index in plan.source_families
+        for tensor, name in enumerate(plan.families[index].names)
+        for rank in plan.families[index].layout.ranks
+    }
+
+
+def expected_buffers(case: Case, plan: Plan) -> dict[tuple[int, int, int], np.ndarray]:
+    """What every target buffer must hold, by the language's meaning."""
+    out = {}
     for index in plan.target_families:
         family = plan.families[index]
         fused = outer_fuse(family.expr)
         cut = family.layout.cuts(fused.axis % len(family.layout.shape)) if fused else ()
+        expr = family.expr.astype(family.layout.dtype)
         for tensor in range(family.count):
-            whole = evaluate(
-                family.expr.astype(family.layout.dtype),
-                lambda name, i: case.arrays[name.replace("{i}", str(i))],
-                family.first + tensor,
-                cut,
-            )
+            i = family.first + tensor
+            whole = evaluate(expr, lambda name, i: case.arrays[name.replace("{i}", str(i))], i, cut)
             for rank in family.layout.ranks:
-                want = local_buffer(whole, family.layout, rank)
-                assert (writes[index, tensor, rank] == 1).all()
-                assert buffers[index, tensor, rank].tobytes() == want.tobytes()
+                out[index, tensor, rank] = local_buffer(whole, family.layout, rank)
+    return out
+
+
+def check(case: Case, plan: Plan) -> None:
+    """Replays a plan on poisoned buffers: every element written once, every byte equal to the language's meaning."""
+    want = expected_buffers(case, plan)
+    buffers = source_buffers(case, plan)
+    writes = {key: np.zeros(len(flat), int) for key, flat in want.items()}
+    buffers |= {key: np.full(flat.nbytes, 0xA5, np.uint8).view(flat.dtype) for key, flat in want.items()}
+    replay(plan, lambda *key: buffers[key], lambda *key: writes[key])
+    for key, flat in want.items():
+        assert (writes[key] == 1).all()
+        assert buffers[key].tobytes() == flat.tobytes()

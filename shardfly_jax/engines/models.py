@@ -87,5 +87,6 @@ def require_family(sizes: Model, families: tuple[str, ...], engine: str) -> None
     """
     if sizes.family not in families:
         raise PlanError(
-            f"engine: {engine} has no mapping for {sizes.name!r} of family {sizes.family!r}, but only for {list(families)}. Write an sf.Mapping for it."
+            f"engine: {engine} has no mapping for {sizes.name!r} of family {sizes.family!r}, but only for "
+            f"{list(families)}. Write an sf.Mapping for it."
         )

@@ -4,8 +4,8 @@ Names and shapes as in vLLM 0.21.0: `model_executor/layers/{linear,vocab_paralle
 `fused_moe/layer.py`, `models/{qwen3,qwen3_moe}.py`. Unquantized linears keep this layout on CUDA; experts do with the
 Triton backend.
 
-The parameters are described as global arrays cut over the mesh axis `tp`: a fused parameter [q_r; k_r; v_r] of rank r is
-the r-th part of its global array.
+The parameters are described as global arrays cut over the mesh axis `tp`: a fused parameter [q_r; k_r; v_r] of rank r
+is the r-th part of its global array.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def _check(m: Model, tp: int, expert_parallel: bool) -> None:
     ]
     if max(tp, m.kv_heads) % min(tp, m.kv_heads):
         faults.append(
-            f"indivisible: {m.name} has {m.kv_heads} kv heads, but neither divides the other with tp={tp}. Choose another tp."
+            f"indivisible: {m.name} has {m.kv_heads} kv heads, but neither divides the other with tp={tp}. "
+            "Choose another tp."
         )
     if faults:
         raise PlanError(faults)

@@ -1,8 +1,8 @@
 """Conversions as XLA programs, equal bit for bit to their meaning in `sharding.formats`.
 
 Floating-point bits are handled as integers wherever XLA's own choice could differ from backend to backend: float32 to
-bfloat16 rounds in integers, subnormals are flushed by looking at the exponent, and a product and a sum are kept apart by
-a barrier so that no backend fuses them.
+bfloat16 rounds in integers, subnormals are flushed by looking at the exponent, and a product and a sum are kept apart
+by a barrier so that no backend fuses them.
 """
 
 from __future__ import annotations

@@ -71,8 +71,10 @@ class XlaExecutor:
         if moved:
             family, tensor, rank = moved[0]
             raise StaleBuffer(
-                f"buffer: {self.plan.families[family].name(tensor)!r} of rank {rank} and {len(moved) - 1} more moved during the update, "
-                "because something holds a view of their memory. Drop np.asarray and dlpack views of rollout params, then register again."
+                f"buffer: {self.plan.families[family].name(tensor)!r} of rank {rank} and {len(moved) - 1} more "
+                "moved during the update, "
+                "because something holds a view of their memory. Drop np.asarray and dlpack views of rollout "
+                "params, then register again."
             )
         for shard in self.buffers.values():
             shard.array = arrays[shard.address]
