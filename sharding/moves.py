@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,19 +90,17 @@ class MoveTable:
             table[name].setflags(write=False)
         return cls(table)
 
-    @classmethod
-    def empty(cls) -> MoveTable:
-        """A table without rows."""
-        return cls.from_columns(
-            **{name: np.zeros((0, MAX_DIMS) if name in VECTORS else 0, np.int64) for name in Move._fields}
-        )
-
     @staticmethod
-    def concatenate(tables: Sequence[MoveTable]) -> MoveTable:
-        """Rows of all tables, in turn."""
-        if not tables:
-            return MoveTable.empty()
-        return MoveTable({name: np.concatenate([t.columns[name] for t in tables]) for name in Move._fields})
+    def merged(tables: list[MoveTable]) -> MoveTable:
+        """Rows of all tables in order, ties by target, then source rank. Consumes the tables: one copy at a time."""
+        keys = [np.concatenate([t.columns[name] for t in tables]) for name in ("source_rank", "target_rank", "order")]
+        order = np.lexsort(keys)
+        del keys
+        merged = {}
+        for name in Move._fields:
+            merged[name] = np.concatenate([t.columns.pop(name) for t in tables])[order]
+            merged[name].setflags(write=False)
+        return MoveTable(merged)
 
     def __getattr__(self, name: str) -> np.ndarray:
         if name == "columns":  # not set yet: being copied
@@ -125,10 +123,6 @@ class MoveTable:
 
     def __iter__(self) -> Iterator[Move]:
         return (self[row] for row in range(len(self)))
-
-    def take(self, rows: np.ndarray) -> MoveTable:
-        """The given rows, in the given order."""
-        return MoveTable({name: column[rows] for name, column in self.columns.items()})
 
     @property
     def size(self) -> np.ndarray:

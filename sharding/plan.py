@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import io
 import json
+import math
 import zipfile
 from functools import cached_property
 from pathlib import Path
@@ -107,6 +108,19 @@ class Plan:
     def egress_nbytes(self) -> int:
         """Bytes that the trainers send: each distinct byte once, whatever the number of replicas."""
         return int(self.traffic()[: self.source_ranks].sum())
+
+    @cached_property
+    def broadcast_nbytes(self) -> int:
+        """Bytes that the trainers would send if they served every replica by itself, each distinct byte once."""
+        replica_of = {rank: replica.name for replica in self.replicas for rank in replica.ranks}
+        needed: dict[tuple[Any, ...], int] = {}
+        for index in self.target_families:
+            family = self.families[index]
+            for (box, _), ranks in family.layout.holders:
+                nbytes = math.prod(hi - lo for lo, hi in box) * family.layout.itemsize * family.count
+                for replica in {replica_of[rank] for rank in ranks}:
+                    needed[replica, family.expr, family.first, family.count, box, family.layout.dtype] = nbytes
+        return sum(needed.values())
 
     @cached_property
     def target_nbytes(self) -> int:

@@ -26,7 +26,7 @@ SMALLEST_BAND_NBYTES = 64 << 10
 """Boxes are cut into a multiple of their group's size, so that all members are roots at once, down to bands of "
     "this size."""
 FILL_PERCENT = 2
-"""What filling one group's chain may add to an update: a group with many bytes in few layers gets more rounds."""
+"""What passing on the last of a group may add to an update: a group with many bytes in few layers gets more rounds."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,7 +49,8 @@ class Group:
 
     Attributes:
       expr, layers, cuts, box, strides, itemsize: What they need, and how their buffers hold it.
-      members: (target family, rank), in the order in which bytes are passed on.
+      members: (target family, rank), one per rank, in the order in which bytes are passed on.
+      twins: (index of a member, another family of its rank that needs the same), copied within the rank.
       bands: Parts that are forwarded separately; the whole box if nothing is. A multiple of the number of members, of
         which each is root of an equal run of bands; or one band, whose root changes from layer to layer.
       start: Member that is root of the first band of the first layer.
@@ -63,6 +64,7 @@ class Group:
     strides: tuple[int, ...]
     itemsize: int
     members: list[tuple[int, int]]
+    twins: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     bands: list[Band] = dataclasses.field(default_factory=list)
     start: int = 0
     rounds: int = 1
@@ -76,6 +78,11 @@ class Group:
     def box_nbytes(self) -> int:
         """Bytes of one layer of one member."""
         return math.prod(box_shape(self.box)) * self.itemsize
+
+    @property
+    def is_forwarded(self) -> bool:
+        """Whether anything is passed on."""
+        return len(self.members) > 1 or bool(self.twins)
 
     @property
     def bands_per_root(self) -> int:
@@ -109,10 +116,13 @@ def make_groups(problem: Problem, topology: Topology | None) -> list[Group]:
             if topology
             else [0] * len(group.members)
         )
-        group.members = [
-            member
-            for _, member in sorted(zip(hosts, group.members, strict=True), key=lambda hm: (hm[0], hm[1][1], hm[1][0]))
-        ]
+        ordered = sorted(zip(hosts, group.members, strict=True), key=lambda hm: (hm[0], hm[1][1], hm[1][0]))
+        group.members = []
+        for _, (family_index, rank) in ordered:
+            if group.members and group.members[-1][1] == rank:
+                group.twins.append((len(group.members) - 1, family_index))
+            else:
+                group.members.append((family_index, rank))
     held: dict[int, int] = {}
     for group in groups:
         for _, rank in group.members:
@@ -142,7 +152,10 @@ def _cut_bands(group: Group, rank_nbytes: int) -> None:
     most = nbytes // (SMALLEST_BAND_NBYTES * members)
     if members == 1 or most == 0:
         return
-    rounds = min(-(-nbytes * (members - 1) * 100 // (rank_nbytes * FILL_PERCENT)), most)
+    rounds = 1
+    # a small tensor outside the layers ends early enough to be passed on, see schedule
+    if group.n_layers > 1 or nbytes * 4 > rank_nbytes:
+        rounds = min(-(-nbytes * 100 // (rank_nbytes * FILL_PERCENT)), most)
     per_root = max(-(-nbytes // (BAND_NBYTES * members)), rounds)
     axes = sorted(range(len(group.box)), key=lambda a: (-group.strides[a], a))
     boxes = _cut(group.box, axes, per_root * members)

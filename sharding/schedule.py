@@ -1,10 +1,11 @@
 """Order numbers: where in an update each move belongs.
 
 The order line has `LENGTH` numbers. Layer after layer takes an equal part of it; inside a layer the tensors follow each
-other by size, largest first, each over a part proportional to its bytes. Tensors outside the layers stretch over the
-whole line, so that they ride along. All ranks that receive the same kind of tensor do so at the same place, bands of
-all roots together; a sender's chunks to them interleave, so no receiver is ever hit by all at once. A forward follows
-what it forwards by `LAG` per hop. Every dependency points to a smaller number: the order is a linear extension.
+other by size, largest first, each over a part proportional to its bytes. Tensors outside the layers ride along over the
+first three quarters of the line, so that there is time to pass them on. All ranks that receive the same kind of tensor
+do so at the same place, bands of all roots together; a sender's chunks to them interleave, so no receiver is ever hit
+by all at once. A forward follows what it forwards by `LAG` per hop. Every dependency points to a smaller number: the
+order is a linear extension.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def places(groups: Sequence[Group], families: Sequence[Family]) -> list[Place]:
     out = []
     for group in groups:
         if not is_layered(group):
-            out.append(Place(0, LENGTH, LENGTH))
+            out.append(Place(0, LENGTH, LENGTH * 3 // 4))
             continue
         before, nbytes = starts[group.expr]
         out.append(Place((group.layers[0] - first) * layer + layer * before // total, layer, layer * nbytes // total))

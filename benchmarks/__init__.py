@@ -1,0 +1,1 @@
+"""Figures that the README quotes: `python -m benchmarks --help`."""

@@ -1,0 +1,77 @@
+"""`python -m benchmarks`: measures, writes JSON under `benchmarks/results/`, and renews the README's tables."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks import tables
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> dict[str, Any]:
+    """Where and with what the figures were made."""
+    import jax
+    import numpy as np
+
+    cpu = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo") as file:
+            cpu = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "numpy": np.__version__,
+        "commit": commit.stdout.strip() or "unknown",
+    }
+
+
+def main() -> None:
+    """Runs the chosen parts."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help="planning, simulated, updating; all by default")
+    parser.add_argument("--tables-only", action="store_true", help="only renew the README's tables from the JSON")
+    options = parser.parse_args()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    from benchmarks import planning, simulated, updating
+
+    console = Console()
+
+    def report(text: str) -> None:
+        console.print(f"  {text}")
+
+    runs: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "planning": lambda: planning.run(report),
+        "simulated": lambda: simulated.run(report),
+        "updating": lambda: updating.run(console),
+    }
+    if unknown := [part for part in options.parts if part not in runs]:
+        parser.error(f"unknown parts {unknown}; choose from {', '.join(runs)}")
+    if not options.tables_only:
+        for part in options.parts or runs:
+            console.print(f"[bold]{part}[/bold]")
+            result = {"machine": machine(), "rows": runs[part]()}
+            RESULTS.mkdir(exist_ok=True)
+            (RESULTS / f"{part}.json").write_text(json.dumps(result, indent=1) + "\n")
+    tables.renew(RESULTS, Path(__file__).parents[1] / "README.md")
+    for part in options.parts or runs:
+        print(tables.markdown(part, json.loads((RESULTS / f"{part}.json").read_text())), end="\n\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Planning: seconds, memory, moves and file size of real models, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jax.sharding import AbstractMesh
+
+import shardfly_jax as sf
+from benchmarks import deepseek
+from shardfly_jax.sharding.plan import saved_nbytes
+
+Inputs = Callable[[], tuple[Any, Any, sf.Mapping]]
+RUNS = 3
+
+
+def qwen(model: str, fsdp: int, trainer_tp: int, replicas: int, tp: int) -> tuple[Any, Any, sf.Mapping]:
+    """tunix to vLLM."""
+    sizes = sf.engines.model(model)
+    trainer = sf.engines.tunix.trainer(sizes, AbstractMesh((fsdp, trainer_tp), ("fsdp", "tp")))
+    rollout = sf.engines.vllm.rollout(sizes, AbstractMesh((replicas, tp), ("replica", "tp")))
+    return trainer.params, rollout.params, sf.engines.route(trainer, rollout)
+
+
+def deepseek_v3(expert_maps: bool) -> tuple[Any, Any, sf.Mapping]:
+    """MaxText to vLLM."""
+    sizes = deepseek.Sizes()
+    return deepseek.trainer(sizes), deepseek.rollout(sizes), deepseek.mapping(sizes, expert_maps)
+
+
+def one_large_tensor() -> tuple[Any, Any, sf.Mapping]:
+    """A contiguous 150,000 x 8,000 tensor, 4 ranks to 8."""
+    source = sf.Layout(
+        (150_000, 8_000), "bfloat16", {r: ((r * 37_500, (r + 1) * 37_500), (0, 8_000)) for r in range(4)}
+    )
+    target = sf.Layout(
+        (150_000, 8_000), "bfloat16", {r: ((r * 18_750, (r + 1) * 18_750), (0, 8_000)) for r in range(8)}
+    )
+    return {"w": source}, {"w": target}, sf.Mapping({"w": sf.src("w")})
+
+
+CASES: dict[str, tuple[Inputs, float]] = {
+    "150,000 x 8,000 contiguous, 4 -> 8 ranks": (one_large_tensor, 0.05),
+    "Qwen3-0.6B, 4 -> 2 x TP 2": (lambda: qwen("Qwen3-0.6B", 2, 2, 2, 2), 0.3),
+    "Qwen3-30B-A3B, 8 -> TP 8": (lambda: qwen("Qwen3-30B-A3B", 4, 2, 1, 8), 0.3),
+    "Qwen3-235B-A22B, 64 -> 4 x TP 8": (lambda: qwen("Qwen3-235B-A22B", 16, 4, 4, 8), 1.0),
+    "DeepSeek-V3, 256 -> 128, TP 8 x DP 16, EP 128": (lambda: deepseek_v3(False), 10.0),
+    "DeepSeek-V3, the same, expert maps per layer": (lambda: deepseek_v3(True), 30.0),
+}
+"""Inputs, and the seconds wanted on one core."""
+
+
+def measure(name: str) -> dict[str, Any]:
+    """Plans one case `RUNS` times in this process; the first run also gives the memory."""
+    inputs, wanted = CASES[name]
+    source, target, mapping = inputs()
+    before = _peak_nbytes()
+    times = []
+    for run in range(RUNS):
+        start = time.perf_counter()
+        plan = sf.make_plan(source, target, mapping)
+        times.append(time.perf_counter() - start)
+        if run == 0:
+            memory = _peak_nbytes() - before
+    return {
+        "case": name,
+        "secs": sorted(times)[RUNS // 2],
+        "secs_min": min(times),
+        "secs_max": max(times),
+        "wanted_secs": wanted,
+        "memory_nbytes": memory,
+        "moves": len(plan.moves),
+        "moves_with_layers": int(plan.moves.count.sum()),
+        "saved_nbytes": saved_nbytes(plan),
+        "payload_nbytes": plan.nbytes,
+        "staging_nbytes": plan.staging_nbytes,
+        "digest": plan.digest,
+    }
+
+
+def _peak_nbytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def run(report: Callable[[str], None]) -> list[dict[str, Any]]:
+    """All cases, one process each, so that memory is each case's own."""
+    rows = []
+    for name in CASES:
+        report(name)
+        command = [
+            sys.executable,
+            "-c",
+            f"import json; from benchmarks import planning; print(json.dumps(planning.measure({name!r})))",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        rows.append(json.loads(done.stdout.splitlines()[-1]))
+    return rows

@@ -1,0 +1,92 @@
+"""The README's tables, made from the committed JSON and from nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+
+def markdown(part: str, result: dict[str, Any]) -> str:
+    """One part's results as a markdown table, with the machine underneath."""
+    header, lines = {"planning": _planning, "simulated": _simulated, "updating": _updating}[part](result["rows"])
+    rows = [header, ["---"] + ["---:"] * (len(header) - 1), *lines]
+    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    m = result["machine"]
+    setup = f"Python {m['python']}, JAX {m['jax']}, NumPy {m['numpy']}, commit {m['commit']}"
+    where = f"Measured on {m['cores']} cores of {m['cpu']}, {setup}."
+    if part == "simulated":
+        where = f"Computed, not measured, at commit {m['commit']}."
+    return f"{table}\n\n{where}"
+
+
+def _planning(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    header = ["plan", "seconds (median; min to max of 3)", "wanted", "memory", "moves (with layers)", "file"]
+    lines = [
+        [
+            row["case"],
+            f"{row['secs']:.3f} ({row['secs_min']:.3f} to {row['secs_max']:.3f})",
+            f"{row['wanted_secs']:g} s",
+            f"{row['memory_nbytes'] / 1e6:.0f} MB",
+            f"{row['moves']:,} ({row['moves_with_layers']:,})",
+            f"{row['saved_nbytes'] / 1e6:.2f} MB",
+        ]
+        for row in rows
+    ]
+    return header, lines
+
+
+def _simulated(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    header = ["model, trainer -> rollout", "topology", "predicted", "bound", "ratio"]
+    header += ["trainer egress", "one broadcast per replica", "first hop, max / mean"]
+    lines = [
+        [
+            f"{row['model']}, {row['trainer']} -> {row['rollout']}",
+            row["topology"],
+            f"{row['secs'] * 1e3:.1f} ms",
+            f"{row['bound_secs'] * 1e3:.1f} ms",
+            f"{row['ratio']:.3f}",
+            f"{row['egress_nbytes'] / 1e9:.1f} GB",
+            f"{row['broadcast_nbytes'] / 1e9:.1f} GB",
+            f"{row['first_hop_max_over_mean']:.3f}",
+        ]
+        for row in rows
+    ]
+    return header, lines
+
+
+def _updating(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    header = ["update", "payload", "first", "sync, warm: best (median, worst)"]
+    header += ["jit + device_put: best (median, worst)", "best / best", "peak memory"]
+    lines = [
+        [
+            f"{row['model']}, {row['trainer']} -> {row['rollout']}",
+            f"{row['payload_nbytes'] / 1e9:.2f} GB",
+            f"{row['first_secs']:.2f} s",
+            _spread(row["sync_secs"]),
+            _spread(row["today_secs"]),
+            f"{row['speedup_of_bests']:.2f}x",
+            f"{row['peak_nbytes'] / 1e9:.1f} GB",
+        ]
+        for row in rows
+    ]
+    return header, lines
+
+
+def _spread(secs: list[float]) -> str:
+    ordered = sorted(secs)
+    return f"{ordered[0]:.2f} s ({ordered[len(ordered) // 2]:.2f}, {ordered[-1]:.2f})"
+
+
+def renew(results: Path, readme: Path) -> None:
+    """Replaces what stands between `<!-- table: PART -->` and `<!-- end -->` in the README."""
+    text = readme.read_text()
+
+    def table(match: re.Match[str]) -> str:
+        part = match.group(1)
+        path = results / f"{part}.json"
+        body = markdown(part, json.loads(path.read_text())) if path.exists() else "(not measured yet)"
+        return f"<!-- table: {part} -->\n{body}\n<!-- end -->"
+
+    readme.write_text(re.sub(r"<!-- table: (\w+) -->.*?<!-- end -->", table, text, flags=re.DOTALL))

@@ -1,0 +1,218 @@
+"""From groups to table rows: lowered once, cut at bands, spread over roots, served by the least loaded holders."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from shardfly_jax.sharding.errors import LanguageError
+from shardfly_jax.sharding.formats import Conversion, Step, conversion
+from shardfly_jax.sharding.lowering import MAX_DIMS, Lowerer, SourceShards, Template, denote
+from shardfly_jax.sharding.moves import MoveTable
+from shardfly_jax.sharding.problem import Problem
+from shardfly_jax.sharding.routing import Band, Group, choose_sources
+from shardfly_jax.sharding.schedule import Place
+from shardfly_jax.sharding.topology import Topology
+
+# Columns of a template as a row of integers; then its extents, source strides and target strides.
+(
+    GROUP,
+    BAND,
+    FAMILY,
+    SHARD,
+    CONVERT,
+    SOURCE_OFFSET,
+    TARGET_OFFSET,
+    COUNT,
+    SOURCE_TENSOR,
+    SOURCE_TENSOR_STEP,
+    SOURCE_OFFSET_STEP,
+    LAYER,
+    LAYER_STEP,
+    _WIDTH,
+) = range(14)
+EXTENTS = slice(_WIDTH, _WIDTH + MAX_DIMS)
+SOURCE_STRIDES = slice(EXTENTS.stop, EXTENTS.stop + MAX_DIMS)
+TARGET_STRIDES = slice(SOURCE_STRIDES.stop, SOURCE_STRIDES.stop + MAX_DIMS)
+
+
+class Rows:
+    """Collects templates of all groups and turns them into table columns."""
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        self.conversions: dict[Conversion, int] = {}
+        self.holders: list[tuple[int, ...]] = []
+        self.first_holder: dict[int, int] = {}
+        self.templates: list[np.ndarray] = []
+        self.first_band: list[int] = []
+        self.bands: list[int] = []
+        self._shards = functools.lru_cache(maxsize=None)(self._shards_of)
+        self._lowerer = functools.lru_cache(maxsize=4)(self._make_lowerer)
+
+    def bit_conversion(self, dtype: str) -> int:
+        return self._conversion(dtype, (), dtype)
+
+    def _conversion(self, source: str, steps: tuple[Step, ...], target: str) -> int:
+        return self.conversions.setdefault(conversion(source, steps, target), len(self.conversions))
+
+    def _shards_of(self, name: str) -> list[SourceShards]:
+        out = []
+        for index in self.problem.source_families[name]:
+            family = self.problem.families[index]
+            held = family.layout.holders
+            self.first_holder[index] = len(self.holders)
+            self.holders += [ranks for _, ranks in held]
+            boxes = np.array([box for (box, _), _ in held], np.int64).reshape(len(held), len(family.layout.shape), 2)
+            layers = (family.first, family.first + family.count)
+            out.append(SourceShards(index, family.first, layers, boxes, [strides for (_, strides), _ in held]))
+        return out
+
+    def _make_lowerer(self, expr: object, layers: tuple[int, int], cuts: tuple[tuple[int, int], ...]) -> Lowerer:
+        value = denote(expr, self.problem._lookup, range(*layers), cuts)  # type: ignore[arg-type]
+        return Lowerer(value, self._shards)
+
+    def lower(self, index: int, group: Group) -> None:
+        """Adds the templates of one group.
+
+        Raises:
+          LanguageError: Its elements are not written exactly once.
+        """
+        lowerer = self._lowerer(group.expr, group.layers, group.cuts)
+        origin = tuple(lo for lo, _ in group.box)
+        target_dtype = self.problem.families[group.members[0][0]].layout.dtype
+        self.first_band.append(len(self.bands) if group.is_forwarded else -1)
+        if group.is_forwarded:
+            self.bands += [band.size * group.itemsize for band in group.bands]
+
+        def lowered(band: Band, number: int) -> np.ndarray:
+            made = lowerer.lower_box(band.box, group.strides, group.layers, origin)
+            written, wanted = sum(t.size * t.count for t in made), band.size * group.n_layers
+            if written != wanted:
+                how = "leave out" if written < wanted else "overlap in"
+                raise LanguageError(
+                    f"the boxes of its sources {how} {abs(wanted - written)} of {wanted} elements. Give source "
+                    "boxes that tile each tensor"
+                )
+            return np.array([self._flat(index, number, t, target_dtype) for t in made], np.int64)
+
+        whole = lowered(Band(group.box, 0, sum(band.size for band in group.bands)), 0)
+        cut = _cut_at_bands(whole, [band.offset for band in group.bands[1:]])
+        if cut is None:
+            cut = np.concatenate([lowered(band, number) for number, band in enumerate(group.bands)])
+        self.templates.append(cut)
+
+    def _flat(self, group: int, band: int, t: Template, target_dtype: str) -> tuple[int, ...]:
+        source_dtype = self.problem.families[t.family].layout.dtype if t.family >= 0 else target_dtype
+        convert = self._conversion(source_dtype, t.steps, target_dtype)  # type: ignore[arg-type]
+        pad = MAX_DIMS - len(t.dims)
+        extents, source_strides, target_strides = zip(*t.dims, strict=True) if t.dims else ((), (), ())
+        shard = self.first_holder[t.family] + t.shard if t.family >= 0 else -1
+        return (
+            group, band, t.family, shard, convert, t.source_offset, t.target_offset, t.count, t.source_tensor,
+            t.source_tensor_step, t.source_offset_step, t.layer, t.layer_step,
+            *extents, *(1,) * pad, *source_strides, *(0,) * pad, *target_strides, *(0,) * pad,
+        )  # fmt: skip
+
+    def expanded(
+        self, groups: Sequence[Group], where: Sequence[Place], topology: Topology | None
+    ) -> tuple[MoveTable, list[int]]:
+        """One row per template and root; sources chosen.
+
+        A template of `count` layers whose roots rotate with period p becomes p rows of every p-th layer.
+        """
+        table = np.concatenate(self.templates)
+        self.templates.clear()
+
+        def of_group(values: Iterable[int]) -> np.ndarray:
+            return np.array(list(values), np.int64)
+
+        n_members = of_group(len(g.members) for g in groups)
+        turns = of_group(len(g.bands) == 1 for g in groups)
+        step = table[:, LAYER_STEP]
+        members = n_members[table[:, GROUP]]
+        period = np.where(turns[table[:, GROUP]], members // np.gcd(members, step), 1)
+        copies = np.minimum(period, table[:, COUNT])
+        row = np.repeat(np.arange(len(table)), copies)
+        j = np.arange(len(row)) - np.repeat(np.cumsum(copies) - copies, copies)
+        t, period = (table if len(row) == len(table) else table[row]), period[row]
+        del table
+        group, band = t[:, GROUP], t[:, BAND]
+        layer = t[:, LAYER] + j * t[:, LAYER_STEP]
+        step = t[:, LAYER_STEP] * period
+        count = (t[:, COUNT] - j + period - 1) // period
+        since_first = layer - of_group(g.layers[0] for g in groups)[group]
+        per_root = of_group(g.bands_per_root for g in groups)[group]
+        turn = np.where(turns[group] != 0, since_first, band // per_root)
+        root = (of_group(g.start for g in groups)[group] + turn) % n_members[group]
+        member_list = np.array([member for g in groups for member in g.members], np.int64).reshape(-1, 2)
+        family, rank = member_list[(np.cumsum(n_members) - n_members)[group] + root].T
+        payload = t[:, EXTENTS].prod(axis=1) * count * of_group(g.itemsize for g in groups)[group]
+        source = choose_sources(t[:, SHARD], self.holders, payload, rank, topology)
+        order, layer_step, span = (of_group(column)[group] for column in zip(*where, strict=True))
+        rounds = of_group(g.rounds for g in groups)[group]
+        round_ = band % per_root * rounds // per_root
+        spread = (rank - source) % (self.problem.source_ranks + self.problem.target_ranks)
+        first_band = of_group(self.first_band)[group]
+        columns = MoveTable.from_columns(
+            source_family=t[:, FAMILY],
+            source_rank=source,
+            target_family=family,
+            target_rank=rank,
+            extents=t[:, EXTENTS],
+            source_strides=t[:, SOURCE_STRIDES],
+            target_strides=t[:, TARGET_STRIDES],
+            source_offset=t[:, SOURCE_OFFSET] + j * t[:, SOURCE_OFFSET_STEP],
+            target_offset=t[:, TARGET_OFFSET],
+            count=count,
+            source_tensor=t[:, SOURCE_TENSOR] + j * t[:, SOURCE_TENSOR_STEP],
+            source_tensor_step=t[:, SOURCE_TENSOR_STEP] * period,
+            source_offset_step=t[:, SOURCE_OFFSET_STEP] * period,
+            target_tensor=layer - of_group(f.first for f in self.problem.families)[family],
+            target_tensor_step=step,
+            convert=t[:, CONVERT],
+            band=np.where(first_band >= 0, first_band + band, -1),
+            hop=0,
+            order=order + since_first * layer_step + span * round_ // rounds + spread,
+            order_step=step * layer_step,
+            order_span=span // rounds,
+        )
+        return columns, self.bands
+
+
+def _cut_at_bands(rows: np.ndarray, edges: Sequence[int]) -> np.ndarray | None:
+    """Cuts templates where the target's local buffer passes from one band to the next.
+
+    Bands are ranges of a buffer's elements, and a template walks its outermost dimension upwards through the buffer. So
+    each edge falls between two steps of that dimension, unless a step reaches across it.
+
+    Args:
+      rows: Templates of one group, for its whole box.
+      edges: First element of every band but the first.
+
+    Returns:
+      The templates of all bands, their `BAND` column set; None if a step reaches across an edge.
+    """
+    if not edges:
+        return rows
+    extents, strides = rows[:, EXTENTS], rows[:, TARGET_STRIDES]
+    outer, step = extents[:, :1], np.maximum(strides[:, :1], 1)
+    inner_reach = ((extents[:, 1:] - 1) * strides[:, 1:]).sum(axis=1, keepdims=True)
+    distance = np.array(edges) - rows[:, TARGET_OFFSET : TARGET_OFFSET + 1]
+    inside = (distance > 0) & (distance <= (outer - 1) * step + inner_reach)
+    within_step = distance % step
+    if (inside & (within_step != 0) & (within_step <= inner_reach)).any():
+        return None
+    at = np.clip(-(-distance // step), 0, outer)
+    at = np.concatenate([np.zeros_like(outer), at, outer], axis=1)
+    lengths = np.diff(at, axis=1)
+    row, band = np.nonzero(lengths)
+    start = at[row, band]
+    out = rows[row]
+    out[:, BAND] = band
+    out[:, EXTENTS.start] = lengths[row, band]
+    out[:, SOURCE_OFFSET] += start * out[:, SOURCE_STRIDES.start]
+    out[:, TARGET_OFFSET] += start * out[:, TARGET_STRIDES.start]
+    return out
