@@ -21,8 +21,7 @@ from shardfly_jax.sharding.patterns import Affine, parse_affine
 
 @dataclasses.dataclass(frozen=True)
 class FamilyIndex:
-    """An index that follows the family variable: "
-    "`"{i}"`, `"{i}-3"`, `"{2*i}+1"`; or another variable before binding."""
+    """An index that follows a variable: `"{i}"`, `"{i}-3"`, `"{2*i}+1"`."""
 
     value: Affine
 
@@ -327,8 +326,7 @@ def children(expr: Expr) -> tuple[Expr, ...]:
 
 
 def rewrite(expr: Expr, leaf: Callable[[Expr], Expr | None]) -> Expr:
-    """A copy in which every node for which `leaf` returns something is replaced by it; children are visited "
-    "otherwise."""
+    """A copy in which each node for which `leaf` returns something is replaced by that; others are descended."""
     replaced = leaf(expr)
     if replaced is not None:
         return replaced

@@ -166,8 +166,7 @@ class Layout:
 
     @cached_property
     def holders(self) -> tuple[tuple[tuple[Box, tuple[int, ...]], tuple[int, ...]], ...]:
-        """Distinct ((box, local strides), ranks that hold it), boxes in order of their first rank; empty boxes "
-        "left out."""
+        """Distinct ((box, local strides), ranks that hold it), in order of first rank; empty boxes left out."""
         held: dict[tuple[Box, tuple[int, ...]], list[int]] = {}
         for row, rank in enumerate(self.ranks):
             box = tuple((lo, hi) for lo, hi in self.bounds[row].tolist())

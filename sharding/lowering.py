@@ -304,8 +304,7 @@ class SourceShards(NamedTuple):
 
 
 class Template(NamedTuple):
-    """A move before its ranks are chosen. Offsets and strides in elements of the local buffers; `-1` families "
-    "are fills."""
+    """A move before its ranks are chosen; a fill has the family -1. Offsets and strides count local elements."""
 
     family: int
     shard: int

@@ -134,12 +134,6 @@ class MoveTable:
         """Memory of the table itself."""
         return sum(column.nbytes for column in self.columns.values())
 
-    def run_lengths(self) -> np.ndarray:
-        """Elements that are contiguous on both sides, per row: the innermost extent where both strides are 1, "
-        "else 1."""
-        inner = (self.columns["source_strides"] == 1) & (self.columns["target_strides"] == 1)
-        return np.where(inner, self.columns["extents"], 1).max(axis=1)
-
     def expanded(self) -> tuple[np.ndarray, np.ndarray]:
         """Row and k of every expansion, in global order.
 

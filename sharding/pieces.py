@@ -200,8 +200,7 @@ def _flip(piece: Piece, axis: int, last: int) -> Piece:
 
 
 def select(piece: Piece, axis: int, start: int, step: int, count: int) -> Iterator[Piece]:
-    """Target coordinates `start + k * step`, `0 <= k < count`, of an axis become `k`; the others go. `step` is "
-    "not 0."""
+    """Target coordinates `start + k * step`, `0 <= k < count`, of an axis become `k`; others go. `step` != 0."""
     last = start + (count - 1) * step
     for part in clip(piece, TARGET, axis, min(start, last), max(start, last) + 1):
         if count == 1 or step == 1:

@@ -77,8 +77,7 @@ def _forwards(
         if not group.is_forwarded:
             continue
         m, n_bands, layers = len(group.members), len(group.bands), group.n_layers
-        turning = n_bands == 1
-        period = m if turning else 1
+        period = group.roots if group.takes_turns else 1
         members = np.array(group.members, np.int64)
         twin_member, twin_family = np.array(group.twins, np.int64).reshape(-1, 2).T
         # one row per band, first layer, and receiver: members after the root, then twins
@@ -89,7 +88,8 @@ def _forwards(
                 np.arange(n_bands), np.arange(min(period, layers)), np.arange(n_receivers), indexing="ij"
             )
         )
-        root = (group.start + (j if turning else band // group.bands_per_root)) % m
+        turn = j if group.takes_turns else band // group.bands_per_root
+        root = (group.start + turn * m // group.roots) % m
         is_twin = receiver >= m - 1
         which = np.where(is_twin, receiver - (m - 1), 0)
         at = np.append(twin_member, 0)[which]

@@ -23,10 +23,15 @@ from shardfly_jax.sharding.topology import Topology
 BAND_NBYTES = 16 << 20
 """A forwarded unit is at most this large."""
 SMALLEST_BAND_NBYTES = 64 << 10
-"""Boxes are cut into a multiple of their group's size, so that all members are roots at once, down to bands of "
-    "this size."""
-FILL_PERCENT = 2
-"""What passing on the last of a group may add to an update: a group with many bytes in few layers gets more rounds."""
+"""Boxes are cut so that several members are roots at once, down to bands of this size."""
+MAX_ROOTS = 16
+"""Members that are roots of one group at most: rows of forwards grow with roots times members."""
+TINY_PERCENT = 1
+"""A group with at most this part of a rank's bytes keeps one root for all its layers."""
+FILL_PERCENT = 4
+"""What filling a group's chain may add to an update: more members or more bytes per layer make more rounds."""
+LATE_PERCENT = 25
+"""The same for tensors outside the layers, which end before the last quarter of an update (see `schedule`)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,9 +56,10 @@ class Group:
       expr, layers, cuts, box, strides, itemsize: What they need, and how their buffers hold it.
       members: (target family, rank), one per rank, in the order in which bytes are passed on.
       twins: (index of a member, another family of its rank that needs the same), copied within the rank.
-      bands: Parts that are forwarded separately; the whole box if nothing is. A multiple of the number of members, of
-        which each is root of an equal run of bands; or one band, whose root changes from layer to layer.
-      start: Member that is root of the first band of the first layer.
+      bands: Parts that are forwarded separately; the whole box if nothing is.
+      roots: How many members are roots, evenly spaced. Of several bands each is root of an equal run; of one band they
+        are root in turn, layer by layer.
+      start: Member that is the first root.
       rounds: How many parts of a layer's span the bands are spread over; each holds bands of every root.
     """
 
@@ -66,6 +72,7 @@ class Group:
     members: list[tuple[int, int]]
     twins: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     bands: list[Band] = dataclasses.field(default_factory=list)
+    roots: int = 1
     start: int = 0
     rounds: int = 1
 
@@ -87,7 +94,12 @@ class Group:
     @property
     def bands_per_root(self) -> int:
         """Length of the run of bands that share a root."""
-        return max(len(self.bands) // len(self.members), 1)
+        return max(len(self.bands) // self.roots, 1)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the root changes from layer to layer."""
+        return len(self.bands) == 1 and self.roots > 1
 
     @property
     def is_tree(self) -> bool:
@@ -149,19 +161,23 @@ def _cut_bands(group: Group, rank_nbytes: int) -> None:
     size, members = math.prod(box_shape(group.box)), len(group.members)
     group.bands = [Band(group.box, 0, size)]
     nbytes = size * group.itemsize
-    most = nbytes // (SMALLEST_BAND_NBYTES * members)
-    if members == 1 or most == 0:
+    if members == 1:
         return
-    rounds = 1
-    # a small tensor outside the layers ends early enough to be passed on, see schedule
-    if group.n_layers > 1 or nbytes * 4 > rank_nbytes:
-        rounds = min(-(-nbytes * 100 // (rank_nbytes * FILL_PERCENT)), most)
-    per_root = max(-(-nbytes // (BAND_NBYTES * members)), rounds)
+    if nbytes * group.n_layers * 100 > rank_nbytes * TINY_PERCENT:
+        group.roots = min(members, MAX_ROOTS, group.n_layers)
+    roots = min(members, MAX_ROOTS)
+    most = nbytes // (SMALLEST_BAND_NBYTES * roots)
+    if most == 0:
+        return
+    # a chain takes (members - 1) times as long to fill as one round takes to pass on
+    percent = FILL_PERCENT if group.n_layers > 1 else LATE_PERCENT
+    rounds = min(-(-nbytes * (members - 1) * 100 // (rank_nbytes * percent)), most)
+    per_root = max(-(-nbytes // (BAND_NBYTES * roots)), rounds)
     axes = sorted(range(len(group.box)), key=lambda a: (-group.strides[a], a))
-    boxes = _cut(group.box, axes, per_root * members)
-    if len(boxes) % members:  # an axis too short to be cut evenly
+    boxes = _cut(group.box, axes, per_root * roots)
+    if len(boxes) % roots:  # an axis too short to be cut evenly
         return
-    group.bands = []
+    group.bands, group.roots = [], roots
     for box in boxes:
         offset = sum(
             (lo - start) * step for (lo, _), (start, _), step in zip(box, group.box, group.strides, strict=True)
@@ -178,7 +194,9 @@ def _cut(box: Box, axes: Sequence[int], count: int) -> list[Box]:
         return [box]
     axis, (lo, hi) = axes[0], box[axes[0]]
     parts = min(count, hi - lo)
-    edges = [lo + k * (hi - lo) // parts for k in range(parts + 1)]
+    # edges on multiples of a power of two keep runs aligned on the other side of a transpose
+    grain = next(g for g in (128, 64, 32, 16, 8, 4, 2, 1) if g == 1 or (hi - lo) // parts >= 16 * g)
+    edges = [lo + k * (hi - lo) // parts // grain * grain for k in range(parts)] + [hi]
     cut = [(*box[:axis], edge, *box[axis + 1 :]) for edge in itertools.pairwise(edges)]
     if parts == count:
         return cut
@@ -186,27 +204,18 @@ def _cut(box: Box, axes: Sequence[int], count: int) -> list[Box]:
 
 
 def _choose_roots(groups: list[Group]) -> None:
-    """Sets every group's `start` so that what does not divide evenly falls on the least loaded members, large first."""
-    load: dict[int, int] = {}
+    """Sets every group's `start` so that its roots fall on the least loaded members, large groups first."""
+    load = np.zeros(max((rank for group in groups for _, rank in group.members), default=0) + 1, np.int64)
     for group in sorted(groups, key=lambda g: -g.box_nbytes * g.n_layers):
-        ranks = [rank for _, rank in group.members]
-        members = len(ranks)
-        even = group.box_nbytes * group.n_layers // members
-        if len(group.bands) > 1 or members == 1:
-            for rank in ranks:
-                load[rank] = load.get(rank, 0) + even
-            continue
-        extra = group.n_layers % members
-        if extra:
-            loads = [load.get(rank, 0) for rank in ranks]
-            best = window = sum(loads[:extra])
-            for k in range(1, members):
-                window += loads[(k + extra - 1) % members] - loads[k - 1]
-                if window < best:
-                    best, group.start = window, k
-        for k, rank in enumerate(ranks):
-            layers = group.n_layers // members + ((k - group.start) % members < extra)
-            load[rank] = load.get(rank, 0) + group.box_nbytes * layers
+        ranks = np.array([rank for _, rank in group.members])
+        turn = np.arange(group.roots)
+        share = np.full(group.roots, group.box_nbytes * group.n_layers // group.roots)
+        if group.takes_turns:
+            share = group.box_nbytes * (group.n_layers // group.roots + (turn < group.n_layers % group.roots))
+        at = (np.arange(len(ranks))[:, None] + turn * len(ranks) // group.roots) % len(ranks)
+        # whole KiB: the product of two loads must stay below 2^63
+        group.start = int(((load[ranks[at]] >> 10) * ((share >> 10) + 1)).sum(axis=1).argmin())
+        load[ranks[at[group.start]]] += share
 
 
 def choose_sources(

@@ -130,10 +130,11 @@ class Rows:
             return np.array(list(values), np.int64)
 
         n_members = of_group(len(g.members) for g in groups)
-        turns = of_group(len(g.bands) == 1 for g in groups)
+        turns = of_group(g.takes_turns for g in groups) != 0
+        roots = of_group(g.roots for g in groups)
         step = table[:, LAYER_STEP]
-        members = n_members[table[:, GROUP]]
-        period = np.where(turns[table[:, GROUP]], members // np.gcd(members, step), 1)
+        of_row = roots[table[:, GROUP]]
+        period = np.where(turns[table[:, GROUP]], of_row // np.gcd(of_row, step), 1)
         copies = np.minimum(period, table[:, COUNT])
         row = np.repeat(np.arange(len(table)), copies)
         j = np.arange(len(row)) - np.repeat(np.cumsum(copies) - copies, copies)
@@ -145,8 +146,8 @@ class Rows:
         count = (t[:, COUNT] - j + period - 1) // period
         since_first = layer - of_group(g.layers[0] for g in groups)[group]
         per_root = of_group(g.bands_per_root for g in groups)[group]
-        turn = np.where(turns[group] != 0, since_first, band // per_root)
-        root = (of_group(g.start for g in groups)[group] + turn) % n_members[group]
+        turn = np.where(turns[group], since_first % roots[group], band // per_root)
+        root = (of_group(g.start for g in groups)[group] + turn * n_members[group] // roots[group]) % n_members[group]
         member_list = np.array([member for g in groups for member in g.members], np.int64).reshape(-1, 2)
         family, rank = member_list[(np.cumsum(n_members) - n_members)[group] + root].T
         payload = t[:, EXTENTS].prod(axis=1) * count * of_group(g.itemsize for g in groups)[group]

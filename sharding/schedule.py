@@ -18,7 +18,7 @@ from shardfly_jax.sharding.problem import Family
 from shardfly_jax.sharding.routing import Group
 
 LENGTH = 1 << 40
-LAG = LENGTH >> 9
+LAG = LENGTH >> 10
 """Distance between a band's last arrival and its forward, per hop."""
 CHUNK_NBYTES = 4 << 20
 """Executors cut long runs into chunks of about this size and interleave them."""

@@ -2,12 +2,17 @@
 
 import importlib.util
 import os
+import secrets
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    import numpy as np
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -84,3 +89,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if reason is not None:
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def rng() -> "np.random.Generator":
+    """Fresh random data each run. The seed is printed when the test fails; `SHARDFLY_SEED` repeats it."""
+    import numpy as np
+
+    seed = int(os.environ.get("SHARDFLY_SEED") or secrets.randbits(32))
+    print(f"repeat with SHARDFLY_SEED={seed}")
+    return np.random.default_rng(seed)

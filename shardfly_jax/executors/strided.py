@@ -48,8 +48,7 @@ class Region:
         return lax.broadcast_in_dim(block, self.extents, kept)
 
     def write(self, flat: jax.Array, starts: jax.Array, values: jax.Array) -> jax.Array:
-        """The buffer with the region replaced by values of shape `extents`. Traceable; only for regions that "
-        "do not repeat."""
+        """The buffer with a region that does not repeat replaced by values of shape `extents`. Traceable."""
         rest = [axis for axis in range(len(self.sizes)) if axis not in self.axes]
         order = [*self.axes, *rest]
         block = values.reshape([*values.shape, *(1,) * len(rest)]).transpose(np.argsort(order))
@@ -60,8 +59,7 @@ class Region:
 
 
 def region(view: View, size: int) -> tuple[Region, np.ndarray] | None:
-    """The region of a view in a flat buffer of `size` elements, and its starts (int32); None if its strides do "
-    "not nest."""
+    """A view of a flat buffer of `size` elements as a region with int32 starts; None if strides do not nest."""
     offset = view.offset + sum((n - 1) * step for n, step in zip(view.extents, view.strides, strict=True) if step < 0)
     moving = sorted((abs(step), k) for k, step in enumerate(view.strides) if step)[::-1]
     steps = [step for step, _ in moving]

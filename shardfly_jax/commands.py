@@ -1,0 +1,254 @@
+"""What the command line offers: engines by name with their options, and the work of each command.
+
+An engine joins by an entry in `TRAINERS` or `ROLLOUTS`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import AbstractMesh
+
+from shardfly_jax import engines
+from shardfly_jax.engines import tunix, vllm
+from shardfly_jax.engines.models import Model
+from shardfly_jax.engines.side import Side
+from shardfly_jax.planning import Plan, make_plan
+from shardfly_jax.report import rendered, table
+from shardfly_jax.sharding.errors import PlanError
+from shardfly_jax.sharding.patterns import name_shape
+from shardfly_jax.sharding.topology import Topology, preset
+from shardfly_jax.wording import bytes_text, secs_text
+
+MAX_RANKS = 4096
+"""More ranks on one side are taken for a slip."""
+GPUS_PER_HOST = 8
+SHOWN_FAULTS = 8
+ROLLOUT_DTYPE = "bfloat16"
+TRAINER_DTYPES = ("bfloat16", "float16", "float32")
+
+
+class UsageError(Exception):
+    """Arguments that cannot be right; one line that says what is allowed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """A trainer or rollout engine on the command line.
+
+    Attributes:
+      options: Name of each option and its default; all are numbers.
+      ranks: Options whose product is the number of ranks.
+      switches: Options that are 0 or 1.
+      families: Model families with a mapping.
+      build: Makes the side of a model from the options and a dtype.
+    """
+
+    options: Mapping[str, int]
+    ranks: tuple[str, ...]
+    families: tuple[str, ...]
+    build: Callable[[Model, Mapping[str, int], str], Side]
+    switches: tuple[str, ...] = ()
+
+
+def _tunix(model: Model, options: Mapping[str, int], dtype: str) -> Side:
+    mesh = AbstractMesh((options["fsdp"], options["tp"]), ("fsdp", "tp"))
+    return tunix.trainer(model, mesh, dtype=dtype)
+
+
+def _vllm(model: Model, options: Mapping[str, int], dtype: str) -> Side:
+    if options["ep"] and model.experts is None:
+        raise UsageError(f"--rollout: option ep is 1, but {model.name} has no experts. Leave it out.")
+    mesh = AbstractMesh((options["replicas"], options["tp"]), ("replica", "tp"))
+    return vllm.rollout(model, mesh, dtype=dtype, expert_parallel=bool(options["ep"]))
+
+
+TRAINERS: dict[str, Engine] = {
+    "tunix": Engine(options={"fsdp": 1, "tp": 1}, ranks=("fsdp", "tp"), families=tunix.FAMILIES, build=_tunix),
+}
+ROLLOUTS: dict[str, Engine] = {
+    "vllm": Engine(
+        options={"tp": 1, "replicas": 1, "ep": 0}, ranks=("tp", "replicas"), switches=("ep",), families=vllm.FAMILIES,
+        build=_vllm,
+    ),
+}  # fmt: skip
+
+
+def parse_engine(flag: str, text: str, known: Mapping[str, Engine]) -> tuple[str, dict[str, int]]:
+    """Reads `tunix:fsdp=16,tp=4`.
+
+    Args:
+      flag: For messages.
+      text: What stands behind it.
+      known: Engines by name.
+
+    Returns:
+      The engine's name, and all its options.
+
+    Raises:
+      UsageError: An unknown engine or option, an option given twice, or a number that is none or out of range.
+    """
+    name, _, rest = text.partition(":")
+    if name not in known:
+        raise UsageError(f"{flag}: {name!r} is not a known engine, but one of these is needed: {', '.join(known)}.")
+    engine = known[name]
+    options, given = dict(engine.options), set[str]()
+    for item in filter(None, rest.split(",")):
+        key, equals, number = (part.strip() for part in item.partition("="))
+        if key not in options:
+            raise UsageError(f"{flag}: {name} has no option {key!r}, but {', '.join(options)}.")
+        if key in given:
+            raise UsageError(f"{flag}: option {key} is given twice.")
+        low, high = (0, 1) if key in engine.switches else (1, MAX_RANKS)
+        value = parse_count(number, low, high)
+        if not equals or value is None:
+            rule = "0 or 1" if key in engine.switches else f"a number from 1 to {MAX_RANKS}"
+            raise UsageError(f"{flag}: option {key} is {number!r}, but it must be {rule}, e.g. {key}={max(low, 1)}.")
+        options[key] = value
+        given.add(key)
+    ranks = math.prod(options[key] for key in engine.ranks)
+    if ranks > MAX_RANKS:
+        raise UsageError(f"{flag}: {' x '.join(engine.ranks)} is {ranks} ranks, but at most {MAX_RANKS} are planned.")
+    return name, options
+
+
+def parse_count(text: str, low: int, high: int) -> int | None:
+    """A number in digits from `low` to `high`; None if it is none."""
+    if not text.isascii() or not text.isdigit() or len(text) > len(str(high)):
+        return None
+    return int(text) if low <= int(text) <= high else None
+
+
+def topology_of(gpu: str, hosts: int | None, ranks: int) -> Topology:
+    """The preset, with as many hosts of 8 as the ranks need unless told.
+
+    Raises:
+      UsageError: Too few hosts.
+      PlanError: An unknown GPU.
+    """
+    needed = -(-ranks // GPUS_PER_HOST)
+    if hosts is not None and hosts < needed:
+        raise UsageError(
+            f"--hosts: {hosts} hosts of {GPUS_PER_HOST} GPUs cannot hold {ranks} ranks. Give {needed} or more."
+        )
+    return preset(gpu, needed if hosts is None else hosts, GPUS_PER_HOST)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """A model from a trainer to rollouts, as the command line gives it."""
+
+    model: str
+    trainer: str
+    rollout: str
+    trainer_dtype: str = ROLLOUT_DTYPE
+    hosts: int | None = None
+
+    def plan(self, gpu: str) -> Plan:
+        """Plans it for a topology. Needs no devices.
+
+        Raises:
+          UsageError: See `parse_engine` and `topology_of`.
+          PlanError: An unknown model, one without a mapping, or sizes that do not divide.
+        """
+        trainer_name, trainer_options = parse_engine("--trainer", self.trainer, TRAINERS)
+        rollout_name, rollout_options = parse_engine("--rollout", self.rollout, ROLLOUTS)
+        model = engines.model(self.model)
+        trainer = TRAINERS[trainer_name].build(model, trainer_options, self.trainer_dtype)
+        rollout = ROLLOUTS[rollout_name].build(model, rollout_options, ROLLOUT_DTYPE)
+        ranks = math.prod(trainer_options[key] for key in TRAINERS[trainer_name].ranks)
+        ranks += math.prod(rollout_options[key] for key in ROLLOUTS[rollout_name].ranks)
+        return make_plan(
+            trainer.params,
+            rollout.params,
+            engines.route(trainer, rollout),
+            allow_cast=() if self.trainer_dtype == ROLLOUT_DTYPE else ("*",),
+            topology=topology_of(gpu, self.hosts, ranks),
+        )
+
+
+def explain(route: Route, gpu: str, save: Path | None, plot: Path | None) -> str:
+    """The report; the plan and its picture are written where asked.
+
+    Raises:
+      UsageError: A picture without matplotlib or of an unknown kind.
+      OSError: A file cannot be written.
+      PlanError: See `Route.plan`.
+    """
+    plan = route.plan(gpu)
+    text = f"{route.model}: {route.trainer} -> {route.rollout}\n\n"
+    text += plan.explain(topology_of(gpu, route.hosts, plan.ranks)) + "\n" * bool(save or plot)
+    if save is not None:
+        plan.save(save)
+        text += f"plan saved: {save}, {bytes_text(save.stat().st_size)}\n"
+    if plot is not None:
+        try:
+            plan.plot().savefig(plot)
+        except (ImportError, ValueError) as error:  # no matplotlib; a kind of file that it does not know
+            raise UsageError(f"--plot: {error}") from error
+        text += f"plan drawn: {plot}\n"
+    return text
+
+
+def simulate(route: Route, gpus: tuple[str, ...]) -> str:
+    """Predicted time, bound and ratio on each topology.
+
+    Raises:
+      UsageError, PlanError: See `Route.plan`.
+    """
+    out = table("topology", "NVLink", "NIC", "payload", "time", "bound", "ratio", "busiest link")
+    head = f"{route.model}: {route.trainer} -> {route.rollout}"
+    for gpu in gpus:
+        plan = route.plan(gpu)
+        topology = topology_of(gpu, route.hosts, plan.ranks)
+        result = plan.simulate(topology)
+        out.add_row(
+            topology.name, f"{bytes_text(topology.nvlink_rate)}/s",
+            f"{bytes_text(topology.nic_rate)}/s" if topology.nic_rate else "-", bytes_text(plan.nbytes),
+            secs_text(result.secs), secs_text(result.bound_secs), f"{result.ratio:.3f}", result.busiest,
+        )  # fmt: skip
+    return rendered(head, out)
+
+
+def models() -> str:
+    """All models of the file, and the engines that have a mapping for them."""
+    file = importlib.resources.files("shardfly_jax.engines").joinpath("models.json")
+    data = json.loads(file.read_text(encoding="utf-8"))
+    out = table("model", "family", "trainers", "rollouts", "layers", "billion parameters", left=4)
+    for name, entry in data.items():
+        with_mapping = (
+            ", ".join(engine for engine, made in known.items() if entry["family"] in made.families) or "-"
+            for known in (TRAINERS, ROLLOUTS)
+        )
+        out.add_row(name, entry["family"], *with_mapping, str(entry["num_layers"]), _parameters(entry))
+    return rendered("Models, and the engines that have a mapping for them", out)
+
+
+def _parameters(entry: Mapping[str, Any]) -> str:
+    """Published total of a model; from the size of its files where no total was published."""
+    published = {key: figure["value"] for key, figure in entry["published"].items()}
+    count = published.get("total") or published.get("hub_params_with_mtp")
+    if count is None and entry["ckpt_dtype"] == "bfloat16" and "hub_total_size_bytes" in published:
+        count = published["hub_total_size_bytes"] / 2
+    return f"{count / 1e9:.2f}" if count else "-"
+
+
+def error_text(error: Exception) -> str:
+    """An error for the terminal; faults that differ only in numbers are shown once."""
+    if not isinstance(error, PlanError) or len(error.faults) == 1:
+        return str(error)
+    kinds: dict[str, list[str]] = {}
+    for fault in error.faults:
+        kinds.setdefault(name_shape(fault), []).append(fault)
+    lines = [f"{len(error.faults)} faults:"]
+    for alike in list(kinds.values())[:SHOWN_FAULTS]:
+        lines.append(f"  - {alike[0]}" + (f" ({len(alike) - 1} more like it)" if len(alike) > 1 else ""))
+    if len(kinds) > SHOWN_FAULTS:
+        lines.append(f"  and {len(kinds) - SHOWN_FAULTS} more kinds")
+    return "\n".join(lines)
