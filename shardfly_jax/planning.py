@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping as AbstractMapping
+from collections.abc import Iterable, Mapping as AbstractMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -89,9 +89,9 @@ def make_plan(
     target: Any,
     mapping: Mapping | AbstractMapping[str, Mapping | None] | None = None,
     *,
-    allow_cast: tuple[str, ...] = (),
-    keep: tuple[str, ...] = (),
-    unused: tuple[str, ...] = (),
+    allow_cast: str | Iterable[str] = (),
+    keep: str | Iterable[str] = (),
+    unused: str | Iterable[str] = (),
     topology: Topology | None = None,
 ) -> Plan:
     """Plans how weights get from a trainer to its rollouts. Reads no data.
@@ -130,12 +130,16 @@ def make_plan(
         {name: _whole(layout) for name, layout in source_tree.tensors.items()},
         len(source_tree.devices),
         [_target_tree(name, tree, mappings[name]) for name, tree in read.items()],
-        allow_cast=tuple(allow_cast),
-        keep=tuple(keep),
-        unused=tuple(unused),
+        allow_cast=_patterns(allow_cast),
+        keep=_patterns(keep),
+        unused=_patterns(unused),
     )
     built = sharding.build_plan(problem, topology)
     return Plan(**{f.name: getattr(built, f.name) for f in dataclasses.fields(built)}, source=source_tree, targets=read)
+
+
+def _patterns(given: str | Iterable[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardfly_jax.executors.memory import Key, host_bytes, wait_for_readers
+from shardfly_jax.executors.memory import Key, Shard, host_bytes, overlaps, wait_for_readers
 from shardfly_jax.layout import Place, box_of, leaf_places, leaves_of, read_tree
 from shardfly_jax.planning import Plan
 from shardfly_jax.registry import Session
@@ -17,7 +17,8 @@ from shardfly_jax.sharding.errors import ParamsMismatch, PlanError, Verification
 from shardfly_jax.sharding.evaluate import evaluate
 from shardfly_jax.sharding.formats import dtype_name, np_dtype
 from shardfly_jax.sharding.language import outer_fuse
-from shardfly_jax.sharding.layouts import Layout
+from shardfly_jax.sharding.layouts import Box, Layout
+from shardfly_jax.sharding.moves import View
 from shardfly_jax.sharding.patterns import FAMILY, name_pattern
 
 
@@ -27,10 +28,12 @@ class _Expected:
 
     Attributes:
       name: Of the tensor.
+      label: The name, and the rank of a rank-local part, for messages.
       keys: (family, tensor, rank) and device of each shard that the plan reads.
     """
 
     name: str
+    label: str
     shape: tuple[int, ...]
     dtype: Any
     sharding: jax.sharding.Sharding
@@ -44,12 +47,12 @@ class _Binding:
     Attributes:
       structure: Trees of this structure need no name resolved.
       expected: Per leaf; None for leaves that the plan does not read.
-      devices: Device of each trainer rank.
+      devices: All that hold a source shard.
     """
 
     structure: Any
     expected: tuple[_Expected | None, ...]
-    devices: dict[int, jax.Device]
+    devices: set[jax.Device]
 
 
 def sync(params: Any, plan: Plan, *, progress: Callable[[int], None] | None = None) -> Any:
@@ -107,6 +110,7 @@ def params(plan: Plan) -> Any:
     """
     session = plan.registered()
     session.check_readable()
+    session.check_alive()
     return session.handles()
 
 
@@ -121,15 +125,15 @@ def _bound(params_: Any, session: Session) -> tuple[list[Any], _Binding]:
         if want is None:
             continue
         if not isinstance(leaf, jax.Array):
-            faults.append(f"{want.name!r} is a {type(leaf).__name__}, but a jax.Array is needed")
+            faults.append(f"{want.label} is a {type(leaf).__name__}, but a jax.Array is needed")
         elif leaf.is_deleted():
-            faults.append(f"{want.name!r} was deleted or donated. Pass the params that the train step returned")
+            faults.append(f"{want.label} was deleted or donated. Pass the params that the train step returned")
         elif leaf.shape != want.shape:
-            faults.append(f"{want.name!r} has shape {leaf.shape}, but the plan has {want.shape}")
+            faults.append(f"{want.label} has shape {leaf.shape}, but the plan has {want.shape}")
         elif leaf.dtype != want.dtype:
-            faults.append(f"{want.name!r} is {leaf.dtype}, but the plan has {want.dtype}")
+            faults.append(f"{want.label} is {leaf.dtype}, but the plan has {want.dtype}")
         elif leaf.sharding != want.sharding and not leaf.sharding.is_equivalent_to(want.sharding, leaf.ndim):
-            faults.append(f"{want.name!r} has sharding {leaf.sharding}, but the plan has {want.sharding}")
+            faults.append(f"{want.label} has sharding {leaf.sharding}, but the plan has {want.sharding}")
     if faults:
         raise _mismatch(faults)
     return leaves, session.binding
@@ -183,11 +187,22 @@ def _resolve(params_: Any, session: Session) -> _Binding:
             if fault:
                 faults.append(f"{name!r} {fault}")
                 break
-            keys += [((index, tensor, r), ranks[r]) for r in (layout.ranks if rank is None else (rank,))]
-        expected.append(_Expected(name, leaf.shape, leaf.dtype, leaf.sharding, tuple(keys)))
+            if rank is None:
+                keys += [((index, tensor, r), ranks[r]) for r in layout.ranks]
+            else:
+                keys.append(((index, tensor, rank), next(iter(leaf.devices()))))
+        label = repr(name) if rank is None else f"{name!r} of rank {rank}"
+        expected.append(_Expected(name, label, leaf.shape, leaf.dtype, leaf.sharding, tuple(keys)))
+    given = {key for want in expected if want is not None for key, _ in want.keys}
+    if not faults:
+        for name, members in needed.items():
+            absent = {r for i, t in members for r in families[i].layout.ranks if (i, t, r) not in given}
+            if absent:
+                faults.append(f"{name!r} lacks the shards of ranks {sorted(absent)}")
     if faults:
         raise _mismatch(faults)
-    return _Binding(structure, tuple(expected), ranks)
+    devices = {device for want in expected if want is not None for _, device in want.keys}
+    return _Binding(structure, tuple(expected), devices)
 
 
 def _rank_devices(params_: Any, session: Session, places: list[Place], leaves: list[Any]) -> dict[int, jax.Device]:
@@ -214,9 +229,14 @@ def _fault(leaf: jax.Array, layout: Layout, rank: int | None, ranks: dict[int, j
     if dtype_name(leaf.dtype) != layout.dtype:
         return f"is {leaf.dtype}, but the plan has {layout.dtype}"
     if rank is not None:
-        if rank not in layout.position or leaf.shape != layout.local_shape(rank):
-            return f"has shape {leaf.shape} on rank {rank}, which is not the planned shard of it"
+        if rank not in layout.position or leaf.shape != layout.buffer_shape(rank):
+            want = layout.buffer_shape(rank) if rank in layout.position else "nothing"
+            return f"has shape {leaf.shape} on rank {rank}, but the plan has {want} there"
+        if leaf.devices() != {ranks[rank]}:
+            return f"lies on {leaf.devices()} for rank {rank}, but that rank is on {ranks[rank]}"
         return None
+    if layout.strides is not None:
+        return "is one array, but the plan has strided shards. Give one flat buffer per rank, {rank: array}"
     if leaf.shape != layout.shape:
         return f"has shape {leaf.shape}, but the plan has {layout.shape}"
     index = leaf.sharding.devices_indices_map(leaf.shape)
@@ -229,17 +249,18 @@ def _fault(leaf: jax.Array, layout: Layout, rank: int | None, ranks: dict[int, j
 
 def _check_overlap(session: Session, arrays: dict[Key, jax.Array]) -> None:
     """Raises:
-    ParamsMismatch: A source shard is itself a registered buffer.
+    ParamsMismatch: A source shard shares memory with a registered buffer.
     """
-    targets = {shard.address: key for key, shard in session.buffers.items()}
-    for key, array in arrays.items():
-        hit = targets.get(array.unsafe_buffer_pointer())
-        if hit is not None and session.buffers[hit].device in array.devices():
-            source, target = session.plan.families[key[0]].name(key[1]), session.plan.families[hit[0]].name(hit[1])
+    sources = ((Shard.of(array).range, (key, False)) for key, array in arrays.items())
+    targets = ((shard.range, (key, True)) for key, shard in session.buffers.items())
+    for (_, first), (_, second) in overlaps([*sources, *targets]):
+        if first[1] != second[1]:
+            (source, _), (target, _) = sorted((first, second), key=lambda item: item[1])
+            names = [session.plan.families[key[0]].name(key[1]) for key in (source, target)]
             raise _mismatch(
                 [
-                    f"{source!r} lies in the buffer registered for {target!r}. Give the rollout buffers of its "
-                    "own, e.g. sf.register(plan)"
+                    f"{names[0]!r} lies in the buffer registered for {names[1]!r}. Give the rollout buffers "
+                    "of its own, e.g. sf.register(plan)"
                 ]
             )
 
@@ -262,13 +283,15 @@ def verify(params_: Any, plan: Plan, *, progress: Callable[[int], None] | None =
     session = plan.registered()
     session.check_readable()
     leaves, binding = _bound(params_, session)
-    by_name: dict[str, Any] = {}
-    for leaf, want in zip(leaves, binding.expected, strict=True):
-        if want is not None:
-            by_name[want.name] = leaf
+    session.check_alive()
+    parts: dict[str, list[tuple[Key, jax.Array]]] = {}
+    for leaf, expect in zip(leaves, binding.expected, strict=True):
+        if expect is not None:
+            by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
+            parts.setdefault(expect.name, []).extend((key, by_device[device]) for key, device in expect.keys)
 
     def source(name: str, i: int) -> np.ndarray:
-        return _whole(by_name[name_pattern(name).format({FAMILY: i})])
+        return _whole(parts[name_pattern(name).format({FAMILY: i})], session)
 
     wrong: list[str] = []
     checked = 0
@@ -289,12 +312,18 @@ def verify(params_: Any, plan: Plan, *, progress: Callable[[int], None] | None =
     return checked
 
 
-def _whole(array: jax.Array) -> np.ndarray:
-    """The whole of an array on the host, not kept by it: `np.asarray(array)` would stay cached as long as it lives."""
-    out = np.empty(array.shape, array.dtype)
-    for shard in array.addressable_shards:
-        if shard.replica_id == 0:
-            out[shard.index] = np.asarray(shard.data)
+def _whole(parts: list[tuple[Key, jax.Array]], session: Session) -> np.ndarray:
+    """The whole of a source, from its shards; not cached by them, as `np.asarray` of a whole array would be."""
+    layout = session.plan.families[parts[0][0][0]].layout
+    out = np.empty(layout.shape, np_dtype(layout.dtype))
+    filled: set[Box] = set()
+    for (family, _, rank), array in parts:
+        layout = session.plan.families[family].layout
+        box = layout.box(rank)
+        if box not in filled:
+            filled.add(box)
+            view = View(0, layout.local_shape(rank), layout.local_strides(rank))
+            out[tuple(slice(lo, hi) for lo, hi in box)] = view.of(np.asarray(array).reshape(-1))
     return out
 
 
@@ -317,8 +346,7 @@ def _read(session: Session, key: Key) -> np.ndarray:
         flat = host_bytes(shard.address, shard.nbytes).view(np_dtype(layout.dtype))
     else:
         flat = np.asarray(jax.device_get(shard.array)).reshape(-1)
-    strides = [step * flat.itemsize for step in layout.local_strides(key[2])]
-    return np.lib.stride_tricks.as_strided(flat, layout.local_shape(key[2]), strides)
+    return View(0, layout.local_shape(key[2]), layout.local_strides(key[2])).of(flat)
 
 
 def _bytes_of(x: np.ndarray) -> np.ndarray:

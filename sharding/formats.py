@@ -36,7 +36,17 @@ def dtype_name(dtype: Any) -> str:
         raise LanguageError(f"dtype: {dtype!r} is not a dtype. Use a name such as 'bfloat16' or 'float32'.") from error
     if resolved.kind not in "biufV" or resolved.itemsize == 0 or resolved.names is not None:
         raise LanguageError(f"dtype: {dtype!r} is neither a real, an integer nor a boolean dtype.")
+    if _bits(resolved) < 8:
+        raise LanguageError(
+            f"dtype: {dtype!r} has less than a byte per element, which is not supported. Pack it into uint8."
+        )
     return resolved.name
+
+
+def _bits(dtype: np.dtype[Any]) -> int:
+    if dtype.kind == "b":
+        return 8
+    return int((ml_dtypes.finfo if _is_float(dtype) else ml_dtypes.iinfo)(dtype).bits)
 
 
 def np_dtype(name: str) -> np.dtype[Any]:
@@ -63,6 +73,17 @@ def is_narrowing(source: str, target: str) -> bool:
         bits = 1 if a.kind == "b" else ml_dtypes.iinfo(a).bits - (ml_dtypes.iinfo(a).min < 0)
         return bool(bits > ml_dtypes.finfo(b).nmant + 1)
     return not np.can_cast(a, b)
+
+
+def holds(dtype: str, value: float) -> bool:
+    """Whether a constant keeps its value in a dtype, but for rounding of floats."""
+    resolved = np_dtype(dtype)
+    if _is_float(resolved):
+        return True
+    if resolved.kind == "b":
+        return value in (0, 1)
+    info = ml_dtypes.iinfo(resolved)
+    return value == int(value) and info.min <= value <= info.max
 
 
 def _is_float(dtype: np.dtype[Any]) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from shardfly_jax.sharding.errors import LanguageError
-from shardfly_jax.sharding.formats import is_float
+from shardfly_jax.sharding.formats import holds, is_float
 from shardfly_jax.sharding.language import (
     Alias,
     Astype,
@@ -96,7 +96,11 @@ def infer(expr: Expr, lookup: Lookup, layers: range) -> TensorType:
         case Repeat(_, repeats, axis):
             a = _axis("repeat", axis, shape)
             return TensorType((*shape[:a], shape[a] * repeats, *shape[a + 1 :]), dtype)
-        case Pad(_, widths, _):
+        case Pad(_, widths, fill):
+            if not holds(dtype, fill):
+                raise LanguageError(
+                    f"pad: the value {fill:g} does not exist in {dtype}. Choose another, or cast first."
+                )
             if len(widths) != len(shape):
                 raise LanguageError(
                     f"pad: {len(widths)} widths for the shape {shape}. Give (before, after) for every axis."

@@ -7,10 +7,12 @@ moves stands in `lowering`; the shape and dtype of the result in `inference`. No
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from einops import EinopsError
 from einops.parsing import ParsedExpression
 
@@ -45,7 +47,7 @@ class Expr:
           LanguageError: The pattern is malformed, repeats an axis, or its sides name different axes.
         """
         split_pattern(pattern)
-        return Rearrange(self, pattern, tuple(sorted(sizes.items())))
+        return Rearrange(self, pattern, tuple(sorted((name, operator.index(n)) for name, n in sizes.items())))
 
     def __getitem__(self, items: int | slice | str | tuple[int | slice | str, ...]) -> Expr:
         """Basic indexing as in NumPy; a string such as `"{i}"` or `"{i}-3"` indexes a `src` by the family variable."""
@@ -59,13 +61,14 @@ class Expr:
                     )
                 parsed.append(FamilyIndex(parse_index(item)))
             elif isinstance(item, slice):
-                if item.step == 0:
+                bounds = [None if n is None else operator.index(n) for n in (item.start, item.stop, item.step)]
+                if bounds[2] == 0:
                     raise LanguageError(
                         "index: a slice has step 0, but a step moves. Use repeat for repeated elements."
                     )
-                parsed.append(item)
-            elif isinstance(item, int) and not isinstance(item, bool):
-                parsed.append(item)
+                parsed.append(slice(*bounds))
+            elif isinstance(item, int | np.integer) and not isinstance(item, bool):
+                parsed.append(int(item))
             else:
                 raise LanguageError(
                     f"index: {item!r} is a {type(item).__name__}, but only ints, slices and '{{i}}' can index. "
@@ -81,30 +84,30 @@ class Expr:
                 raise LanguageError(
                     "take: the lists of different layers differ in length. Give every layer the same number of indices."
                 )
-            return TakePerLayer(self, per_layer, axis)
-        return Take(self, tuple(int(k) for k in indices), axis)
+            return TakePerLayer(self, per_layer, operator.index(axis))
+        return Take(self, tuple(int(k) for k in indices), operator.index(axis))
 
     def repeat(self, repeats: int, *, axis: int) -> Expr:
         """`np.repeat`: each element next to its copies."""
         if repeats < 1:
             raise LanguageError(f"repeat: {repeats} repeats, but at least one copy must remain.")
-        return Repeat(self, int(repeats), axis)
+        return Repeat(self, operator.index(repeats), operator.index(axis))
 
     def pad(self, widths: Sequence[tuple[int, int]], value: float = 0) -> Expr:
         """`np.pad` with a constant: `(before, after)` per axis."""
         pairs = tuple((int(before), int(after)) for before, after in widths)
         if any(before < 0 or after < 0 for before, after in pairs):
             raise LanguageError(f"pad: widths {pairs} are negative. Use a slice to truncate.")
-        return Pad(self, pairs, value)
+        return Pad(self, pairs, float(value))
 
     def scale(self, factor: float, add: float = 0.0) -> Expr:
         """`x * factor + add`, computed in float32 and rounded back to the dtype of `x`."""
-        return Scale(self, float(factor), float(add))
+        return Scale(self, _finite("scale", factor), _finite("scale", add))
 
     def divide(self, divisor: float) -> Expr:
         """`x / divisor`, a true float32 division, rounded back to the dtype of `x`."""
-        if not divisor:
-            raise LanguageError("divide: the divisor is 0.")
+        if not np.float32(_finite("divide", divisor)):
+            raise LanguageError(f"divide: the divisor {divisor:g} is 0 in float32.")
         return Divided(self, float(divisor))
 
     def astype(self, dtype: Any) -> Expr:
@@ -213,12 +216,12 @@ def src(name: str) -> Expr:
 
 def concat(parts: Sequence[Expr], axis: int = 0) -> Expr:
     """`np.concatenate` in global coordinates."""
-    return Concat(_parts("concat", parts), axis)
+    return Concat(_parts("concat", parts), operator.index(axis))
 
 
 def stack(parts: Sequence[Expr], axis: int = 0) -> Expr:
     """`np.stack`."""
-    return Stack(_parts("stack", parts), axis)
+    return Stack(_parts("stack", parts), operator.index(axis))
 
 
 def fuse(*parts: Expr, axis: int) -> Expr:
@@ -227,12 +230,20 @@ def fuse(*parts: Expr, axis: int) -> Expr:
     Every part is cut along `axis` in the proportions in which the target is cut; each rank holds its cuts of all parts
     side by side. Stands outermost: only `astype` may follow.
     """
-    return Fuse(_parts("fuse", parts), axis)
+    return Fuse(_parts("fuse", parts), operator.index(axis))
 
 
 def alias(name: str) -> Expr:
     """Another target's value: one buffer where the rollout registers one for both, else a copy of its own."""
     return Alias(name)
+
+
+def _finite(op: str, number: float) -> float:
+    """A constant as a Python float, finite in float32."""
+    with np.errstate(over="ignore"):
+        if not np.isfinite(np.float32(number)):
+            raise LanguageError(f"{op}: the constant {number:g} is not finite in float32.")
+    return float(number)
 
 
 def _parts(op: str, parts: Sequence[Expr]) -> tuple[Expr, ...]:
@@ -360,6 +371,8 @@ def outer_fuse(expr: Expr) -> Fuse | None:
     node = expr
     while isinstance(node, Astype):
         node = node.value
+    if isinstance(node, Alias) and node is not expr:
+        raise LanguageError("alias: stands under a cast, but it must be the whole expression of a target.")
     found = node if isinstance(node, Fuse) else None
     todo = list(children(node))
     while todo:

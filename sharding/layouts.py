@@ -157,6 +157,10 @@ class Layout:
             return dense_strides(self.local_shape(rank))
         return tuple(self.strides[self.position[rank]].tolist())
 
+    def buffer_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of the array that holds a rank's shard: of its box, or flat for a strided buffer."""
+        return self.local_shape(rank) if self.strides is None else (self.local_size(rank),)
+
     def local_size(self, rank: int) -> int:
         """Elements from the first to the last of the local buffer, holes of strided ones included."""
         shape = self.local_shape(rank)

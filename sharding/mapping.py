@@ -65,7 +65,7 @@ class Mapping(AbstractMapping[str, Expr]):
     def identity(cls, names: AbstractMapping[str, object]) -> Mapping:
         """Every target is the source of the same name; the first number of a name counts along its family."""
         entries: dict[str, Expr] = {}
-        for name in names:
+        for name in sorted(names):
             head, *rest = _split_first_number(name)
             text = head + "{" + FAMILY + "}" + rest[0] if rest else head
             entries[text] = Src(text)

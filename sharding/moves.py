@@ -166,9 +166,10 @@ class View(NamedTuple):
         hi = self.offset + sum(r for r in reach if r > 0)
         if lo < 0 or hi >= len(flat):
             raise IndexError(f"elements {lo} to {hi} of a buffer of {len(flat)}")
-        return np.lib.stride_tricks.as_strided(
-            flat[self.offset :], self.extents, [step * flat.itemsize for step in self.strides]
-        )
+        # not as_strided: it refuses dtypes that are not NumPy's own
+        size = flat.itemsize
+        strides = [step * size for step in self.strides]
+        return np.ndarray(self.extents, flat.dtype, flat.view(np.uint8), self.offset * size, strides)
 
 
 def source_view(move: Move, k: int) -> View:

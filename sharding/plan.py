@@ -11,6 +11,7 @@ import io
 import json
 import math
 import zipfile
+import zlib
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -63,6 +64,9 @@ class Plan:
     target_ranks: int
     replicas: tuple[Replica, ...]
     keep: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        self.bands.setflags(write=False)
 
     @property
     def ranks(self) -> int:
@@ -221,7 +225,9 @@ def load(path: str | Path | BinaryIO) -> Plan:
         )
     except FileNotFoundError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+    except (
+        OSError, ValueError, KeyError, TypeError, EOFError, AttributeError, RuntimeError, zipfile.BadZipFile, zlib.error
+    ) as error:  # fmt: skip
         if isinstance(error, PlanFileError):
             raise
         raise PlanFileError(f"plan file: {path} cannot be read as a plan: {error}. Make the plan again.") from error

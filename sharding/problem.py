@@ -135,11 +135,13 @@ class Problem:
         mapping = Mapping.identity(tree.tensors) if tree.mapping is None else tree.mapping
         members: dict[tuple[int, tuple[tuple[str, int], ...]], dict[int, str]] = {}
         position = {text: k for k, text in enumerate(mapping)}
+        reached: set[int] = set()
         for name in tree.tensors:
             if kept := matches(name, self.keep):
                 self._kept.add(kept)
                 continue
             found = mapping.candidates(name)
+            reached |= {position[text] for text, _ in found}
             if not found:
                 self._fault("unmapped", tree, name, "matches no pattern of the mapping. Map it, or list it in keep=")
             elif len(found) > 1:
@@ -152,7 +154,6 @@ class Problem:
                 others = tuple(sorted((key, value) for key, value in values.items() if key != FAMILY))
                 members.setdefault((position[text], others), {})[values.get(FAMILY, 0)] = name
         texts_ = list(mapping)
-        reached = {k for k, _ in members}
         for text, k in position.items():
             if k not in reached and not isinstance(mapping[text], Alias) and not self._only_kept(text, tree):
                 self.faults.append(

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from shardfly_jax.sharding.denotation import denote
 from shardfly_jax.sharding.errors import LanguageError
 from shardfly_jax.sharding.formats import Conversion, Step, conversion
-from shardfly_jax.sharding.lowering import MAX_DIMS, Lowerer, SourceShards, Template, denote
+from shardfly_jax.sharding.lowering import MAX_DIMS, Lowerer, SourceShards, Template
 from shardfly_jax.sharding.moves import MoveTable
 from shardfly_jax.sharding.problem import Problem
 from shardfly_jax.sharding.routing import Band, Group, choose_sources

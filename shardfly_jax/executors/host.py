@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import jax
 import numpy as np
@@ -86,9 +86,20 @@ class HostExecutor:
         flats = {key: host_bytes(array.unsafe_buffer_pointer(), array.nbytes) for key, array in arrays.items()}
         flats.update(self._targets)
         for items in self._hops:
-            claims = iter(items)  # the counter: advancing a list iterator is atomic
-            for worker in [self._workers.submit(self._work, claims, flats, progress) for _ in range(self._n_workers)]:
+            self._run_hop(items, flats, progress)
+
+    def _run_hop(
+        self, items: list[_Item], flats: Mapping[Key, np.ndarray], progress: Callable[[int], None] | None
+    ) -> None:
+        claims = iter(items)  # the counter: advancing a list iterator is atomic
+        workers = [self._workers.submit(self._work, claims, flats, progress) for _ in range(self._n_workers)]
+        try:
+            for worker in workers:
                 worker.result()
+        finally:  # after an error nobody may write any more: leave nothing to claim, and wait for what is under way
+            for _ in claims:
+                pass
+            wait(workers)
 
     def _work(
         self, items: Iterator[_Item], flats: Mapping[Key, np.ndarray], progress: Callable[[int], None] | None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -13,6 +14,31 @@ Key = tuple[int, int, int]
 """(family, tensor, rank)."""
 Sources = Callable[[int, int, int], jax.Array]
 """The single-device array that holds a source shard."""
+
+
+HOST = "host"
+"""The memory that all CPU devices share."""
+
+
+class MemoryRange(NamedTuple):
+    """Half-open range of addresses in one memory: `HOST`, or a device's own."""
+
+    memory: str
+    start: int
+    stop: int
+
+
+def overlaps[T](
+    ranges: Iterable[tuple[MemoryRange, T]],
+) -> Iterator[tuple[tuple[MemoryRange, T], tuple[MemoryRange, T]]]:
+    """Pairs of ranges that share addresses; each range is paired with the one before it that reaches furthest."""
+    furthest: tuple[MemoryRange, T] | None = None
+    for item in sorted(ranges, key=lambda r: r[0]):
+        where = item[0]
+        if furthest is not None and furthest[0].memory == where.memory and where.start < furthest[0].stop:
+            yield furthest, item
+        if furthest is None or furthest[0].memory != where.memory or where.stop > furthest[0].stop:
+            furthest = item
 
 
 @dataclasses.dataclass(slots=True)
@@ -29,6 +55,12 @@ class Shard:
     address: int
     nbytes: int
     device: jax.Device
+
+    @property
+    def range(self) -> MemoryRange:
+        """Where it lies."""
+        memory = HOST if self.device.platform == "cpu" else str(self.device)
+        return MemoryRange(memory, self.address, self.address + self.nbytes)
 
     @classmethod
     def of(cls, array: jax.Array) -> Shard:
