@@ -12,6 +12,7 @@ plain dtypes. Each step has one meaning, written here in NumPy, which every exec
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import ml_dtypes
@@ -211,6 +212,7 @@ def _describe(step: Step) -> str:
             return f"fill({value:g}, {dtype})"
 
 
+@functools.lru_cache(maxsize=4096)
 def conversion(source: str, steps: tuple[Step, ...], target: str) -> Conversion:
     """The chain `steps` on data of dtype `source`, ending in dtype `target`; casts that change nothing are left out."""
     kept: list[Step] = []

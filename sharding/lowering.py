@@ -27,15 +27,15 @@ class SourceShards(NamedTuple):
       family: Index of the family in the plan.
       first: Family variable of the family's first tensor.
       layers: Half-open range of the family variable that these boxes hold for.
-      boxes: int64 [shards, axes, 2].
-      strides: Local strides of each shard, elements.
+      bounds: int64 [shards, axes, 2].
+      held: Box and local strides (elements) of each shard.
     """
 
     family: int
     first: int
     layers: tuple[int, int]
-    boxes: np.ndarray
-    strides: list[tuple[int, ...]]
+    bounds: np.ndarray
+    held: list[tuple[Box, tuple[int, ...]]]
 
 
 class Template(NamedTuple):
@@ -102,15 +102,15 @@ class Lowerer:
         out: list[Template] = []
         literal = name_pattern(piece.source).is_literal
         reach = np.array([span(piece, SOURCE, a) for a in range(1, len(piece.s_origin))], np.int64).reshape(-1, 2)
-        for held in self.shards(piece.source):
-            range_ = (0, 1) if literal else held.layers
-            near = ((held.boxes[:, :, 0] < reach[:, 1]) & (reach[:, 0] < held.boxes[:, :, 1])).all(1)
+        for shards in self.shards(piece.source):
+            range_ = (0, 1) if literal else shards.layers
+            near = ((shards.bounds[:, :, 0] < reach[:, 1]) & (reach[:, 0] < shards.bounds[:, :, 1])).all(1)
             for shard in np.nonzero(near)[0].tolist():
-                box = tuple((lo, hi) for lo, hi in held.boxes[shard].tolist())
+                box, source_strides = shards.held[shard]
                 origin = tuple(lo for lo, _ in box)
                 for part in clip_box(piece, SOURCE, (range_, *box)):
-                    first = 0 if literal else held.first
-                    out += _emit(part, held.family, shard, first, origin, held.strides[shard], buffer_origin, strides)
+                    first = 0 if literal else shards.first
+                    out += _emit(part, shards.family, shard, first, origin, source_strides, buffer_origin, strides)
         return out
 
 

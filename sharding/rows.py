@@ -66,9 +66,9 @@ class Rows:
             held = family.layout.holders
             self.first_holder[index] = len(self.holders)
             self.holders += [ranks for _, ranks in held]
-            boxes = np.array([box for (box, _), _ in held], np.int64).reshape(len(held), len(family.layout.shape), 2)
+            bounds = np.array([box for (box, _), _ in held], np.int64).reshape(len(held), len(family.layout.shape), 2)
             layers = (family.first, family.first + family.count)
-            out.append(SourceShards(index, family.first, layers, boxes, [strides for (_, strides), _ in held]))
+            out.append(SourceShards(index, family.first, layers, bounds, [key for key, _ in held]))
         return out
 
     def _make_lowerer(self, expr: object, layers: tuple[int, int], cuts: tuple[tuple[int, int], ...]) -> Lowerer:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
+from jax.sharding import AbstractMesh, Mesh
 from random_problems import Case, cases, expected_buffers, source_buffers
 
+import shardfly_jax as sf
 from shardfly_jax.executors import convert, hostcopy
 from shardfly_jax.executors.host import HostExecutor
 from shardfly_jax.executors.memory import Shard, host_bytes
@@ -17,33 +21,67 @@ from shardfly_jax.sharding.formats import Cast, Conversion, Divide, MulAdd, Step
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
 
-def run_on_poisoned_buffers(case: Case, kind: type[HostExecutor] | type[XlaExecutor]) -> None:
+def run_on_poisoned_buffers(
+    case: Case, kind: type[HostExecutor] | type[XlaExecutor], devices: list[jax.Device]
+) -> None:
     plan = case.plan()
-    devices = jax.local_devices()
+    want = expected_buffers(case, plan)
     shards = {}
-    for key, want in expected_buffers(case, plan).items():
-        poison = np.full(want.nbytes, 0xA5, np.uint8).view(want.dtype)
-        shards[key] = Shard.of(jax.device_put(poison.copy(), devices[key[2] % len(devices)]))
-    shards = {key: Shard.of(jax.numpy.array(shard.array, copy=True)) for key, shard in shards.items()}
+    for key, flat in want.items():
+        poison = jax.device_put(np.full(flat.nbytes, 0xA5, np.uint8).view(flat.dtype), devices[key[2] % len(devices)])
+        shards[key] = Shard.of(jax.numpy.array(poison, copy=True))
     sources = {key: jax.device_put(x, devices[key[2] % len(devices)]) for key, x in source_buffers(case, plan).items()}
     addresses = {key: shard.array.unsafe_buffer_pointer() for key, shard in shards.items()}
     kind(plan, shards).run(lambda *key: sources[key])
-    for key, want in expected_buffers(case, plan).items():
-        assert shards[key].array.unsafe_buffer_pointer() == addresses[key]
-        have = host_bytes(shards[key].array.unsafe_buffer_pointer(), want.nbytes)
-        assert have.tobytes() == want.tobytes()
+    for key, flat in want.items():
+        array = shards[key].array
+        assert array.unsafe_buffer_pointer() == addresses[key]
+        on_host = host_bytes(array.unsafe_buffer_pointer(), flat.nbytes) if array.device.platform == "cpu" else None
+        have = np.asarray(jax.device_get(array)) if on_host is None else on_host
+        assert have.tobytes() == flat.tobytes()
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=SLOW)
 @given(cases(max_depth=3))
 def test_host_executor_writes_what_the_mapping_means(case: Case) -> None:
-    run_on_poisoned_buffers(case, HostExecutor)
+    run_on_poisoned_buffers(case, HostExecutor, jax.local_devices())
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=SLOW)
 @given(cases(max_depth=3))
 def test_xla_executor_writes_what_the_mapping_means(case: Case) -> None:
-    run_on_poisoned_buffers(case, XlaExecutor)
+    run_on_poisoned_buffers(case, XlaExecutor, jax.local_devices())
+
+
+@pytest.mark.gpu
+@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+@given(cases(max_depth=3))
+def test_xla_executor_writes_what_the_mapping_means_on_gpus(case: Case) -> None:
+    run_on_poisoned_buffers(case, XlaExecutor, jax.local_devices(backend="gpu"))
+
+
+@pytest.mark.gpu
+def test_a_whole_model_reaches_its_rollout_on_a_gpu_in_place() -> None:
+    model = dataclasses.replace(
+        sf.engines.model("Qwen3-0.6B"), layers=2, hidden=256, heads=8, kv_heads=4, head_dim=32, width=512, vocab=1024
+    )
+    gpu = jax.local_devices(backend="gpu")[0]
+    trainer = sf.engines.tunix.trainer(model, Mesh(np.array([gpu]).reshape(1, 1), ("fsdp", "tp")), dtype="float32")
+    rollout = sf.engines.vllm.rollout(model, AbstractMesh((2, 2), ("replica", "tp")))
+    plan = sf.make_plan(trainer.params, rollout.params, sf.engines.route(trainer, rollout), allow_cast="*")
+    plan = sf.register(plan, placement=lambda rank: gpu)  # four rollout ranks share the trainer's device
+    rng = np.random.default_rng()
+    addresses = None
+    for step in range(3):
+        params = jax.tree.map(
+            lambda s: jax.device_put(rng.standard_normal(s.shape, np.float32), s.sharding), trainer.params
+        )
+        out = sf.sync(params, plan)
+        assert sf.verify(params, plan) == plan.target_nbytes
+        assert dict(plan.version) == {"rollout/0": step + 1, "rollout/1": step + 1}
+        now = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(out)]
+        assert addresses in (None, now)
+        addresses = now
 
 
 def awkward_values(dtype: str, size: int, seed: int) -> np.ndarray:
