@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -212,12 +212,32 @@ def _describe(step: Step) -> str:
             return f"fill({value:g}, {dtype})"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Format:
+    """How a target stores its values: the dtype of its codes, and the steps that encode values as codes.
+
+    Attributes:
+      dtype: Of the stored codes; itself the format of a plain target.
+
+    A quantized format is a subclass: its `encode` ends in an encoding step, its `scope` says over which elements that
+    step must look before it can encode one (a block, a row, a fused part, a rank's tensor, the whole tensor), and its
+    scales are targets of their own. A plain format looks at one element at a time.
+    """
+
+    dtype: str
+    scope: ClassVar[str] = "element"
+
+    def encode(self) -> tuple[Step, ...]:
+        """Steps from values of any dtype to codes."""
+        return (Cast(self.dtype),)
+
+
 @functools.lru_cache(maxsize=4096)
 def conversion(source: str, steps: tuple[Step, ...], target: str) -> Conversion:
     """The chain `steps` on data of dtype `source`, ending in dtype `target`; casts that change nothing are left out."""
     kept: list[Step] = []
     dtype = source
-    for step in (*steps, Cast(target)):
+    for step in (*steps, *Format(target).encode()):
         if isinstance(step, Cast) and step.dtype == dtype:
             continue
         kept.append(step)
