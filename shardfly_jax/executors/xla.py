@@ -45,39 +45,40 @@ class XlaExecutor:
         Raises:
           StaleBuffer: XLA moved a buffer, because somebody holds a view of it.
         """
-        arrays = {self.buffers[key].address: shard.array for key, shard in self.buffers.items()}  # aliases share one
+        arrays = {shard.address: shard.array for shard in self.buffers.values()}  # aliases share one
+        try:
+            self._run(arrays, sources, progress)
+            jax.block_until_ready(list(arrays.values()))
+        finally:  # donated arrays are gone also if the update failed: keep the ones that took their place
+            for shard in self.buffers.values():
+                shard.array = arrays[shard.address]
+        moved = [key for key, shard in self.buffers.items() if shard.array.unsafe_buffer_pointer() != shard.address]
+        if moved:
+            family, tensor, rank = moved[0]
+            raise StaleBuffer(
+                f"buffer: {self.plan.families[family].name(tensor)!r} of rank {rank} and {len(moved) - 1} more moved "
+                "during the update, because something holds a view of their memory. Drop np.asarray and dlpack views of "
+                "rollout params, then register again."
+            )
+
+    def _run(self, arrays: dict[int, jax.Array], sources: Sources, progress: Callable[[int], None] | None) -> None:
         for move, k in self._order:
             target = self.buffers[
                 move.target_family, move.target_tensor + k * move.target_tensor_step, move.target_rank
             ]
             conversion = self.plan.conversions[move.convert]
             written = target_view(move)
-            piece = None
-            if move.source_rank >= 0:
+            if move.source_rank < 0:
+                piece = _fill(written.extents, conversion, target.device)
+            else:
                 key = (move.source_family, move.source_tensor + k * move.source_tensor_step, move.source_rank)
                 if move.hop and self.buffers[key].address == target.address:
                     continue
                 source = arrays[self.buffers[key].address] if move.hop else sources(*key)
                 piece = jax.device_put(_gather(source, source_view(move, k), conversion), target.device)
-            else:
-                piece = _fill(written.extents, conversion, target.device)
             arrays[target.address] = _scatter(arrays[target.address], written, piece)
             if progress is not None:
                 progress(self.plan.move_nbytes(move))
-        jax.block_until_ready(list(arrays.values()))
-        moved = [
-            key for key, shard in self.buffers.items() if arrays[shard.address].unsafe_buffer_pointer() != shard.address
-        ]
-        if moved:
-            family, tensor, rank = moved[0]
-            raise StaleBuffer(
-                f"buffer: {self.plan.families[family].name(tensor)!r} of rank {rank} and {len(moved) - 1} more "
-                "moved during the update, "
-                "because something holds a view of their memory. Drop np.asarray and dlpack views of rollout "
-                "params, then register again."
-            )
-        for shard in self.buffers.values():
-            shard.array = arrays[shard.address]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
