@@ -57,8 +57,8 @@ class XlaExecutor:
             family, tensor, rank = moved[0]
             raise StaleBuffer(
                 f"buffer: {self.plan.families[family].name(tensor)!r} of rank {rank} and {len(moved) - 1} more moved "
-                "during the update, because something holds a view of their memory. Drop np.asarray and dlpack views of "
-                "rollout params, then register again."
+                "during the update, because something holds a view of their memory. Drop np.asarray and dlpack views "
+                "of rollout params, then register again."
             )
 
     def _run(self, arrays: dict[int, jax.Array], sources: Sources, progress: Callable[[int], None] | None) -> None:
