@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import resource
 import subprocess
@@ -14,7 +15,6 @@ from jax.sharding import AbstractMesh
 
 import shardfly_jax as sf
 from benchmarks import deepseek
-from shardfly_jax.sharding.plan import saved_nbytes
 
 Inputs = Callable[[], tuple[Any, Any, sf.Mapping]]
 RUNS = 3
@@ -77,11 +77,17 @@ def measure(name: str) -> dict[str, Any]:
         "memory_nbytes": memory,
         "moves": len(plan.moves),
         "moves_with_layers": int(plan.moves.count.sum()),
-        "saved_nbytes": saved_nbytes(plan),
+        "saved_nbytes": _saved_nbytes(plan),
         "payload_nbytes": plan.nbytes,
         "staging_nbytes": plan.staging_nbytes,
         "digest": plan.digest,
     }
+
+
+def _saved_nbytes(plan: sf.Plan) -> int:
+    buffer = io.BytesIO()
+    plan.save(buffer)
+    return buffer.tell()
 
 
 def _peak_nbytes() -> int:

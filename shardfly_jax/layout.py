@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from shardfly_jax.sharding.errors import PlanError
+from shardfly_jax.sharding.errors import LanguageError, PlanError
 from shardfly_jax.sharding.formats import dtype_name
 from shardfly_jax.sharding.layouts import Box, Layout, LocalTensors
 
@@ -68,13 +68,17 @@ def leaf_places(tree: Any, names: Collection[str]) -> tuple[list[Place], list[An
     return [_place(path, names) for path in paths], leaves, structure
 
 
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit()
+
+
 def _place(path: str, names: Collection[str]) -> Place:
     if path not in names:
         first, _, rest = path.partition(".")
-        if first.isdigit() and rest in names:
+        if _is_number(first) and rest in names:
             return rest, int(first)
         rest, _, last = path.rpartition(".")
-        if last.isdigit() and rest in names:
+        if _is_number(last) and rest in names:
             return rest, int(last)
     return path, None
 
@@ -183,6 +187,10 @@ def read_tree(tree: Any, what: str) -> Tree:
                 tensors[name] = ranks.layout(tuple(leaf.shape), dtype_name(leaf.dtype), sharding)
             except PlanError as error:
                 faults.append(f"indivisible: {name!r} of {what} {error}")
+            except LanguageError as error:
+                faults.append(
+                    f"dtype: {name!r} of {what}: {error} Leave it out, e.g. with nnx.state(model, nnx.Param)."
+                )
     if faults:
         raise PlanError(faults)
     devices = list(ranks.devices)
@@ -204,6 +212,8 @@ def _read_local(tree: Local) -> Tree:
         found = {device for leaf in leaves if isinstance(leaf, jax.Array) for device in leaf.devices()}
         devices.append(found.pop() if len(found) == 1 else None)
         for name, leaf in zip(names, leaves, strict=True):
+            if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+                raise PlanError(f"local: {name!r} of rank {rank} is a {type(leaf).__name__} without shape and dtype.")
             shapes.setdefault(name, {})[rank] = tuple(leaf.shape)
             dtypes.setdefault(name, set()).add(dtype_name(leaf.dtype))
     if mixed := sorted(name for name, found_ in dtypes.items() if len(found_) > 1):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from shardfly_jax import sharding
 from shardfly_jax.layout import Tree, read_tree
 from shardfly_jax.sharding.errors import DigestMismatch, NotRegistered, PlanError
+from shardfly_jax.sharding.language import Expr
 from shardfly_jax.sharding.layouts import Layout, LocalTensors
 from shardfly_jax.sharding.mapping import Mapping
 from shardfly_jax.sharding.problem import Problem, TargetTree
@@ -92,7 +93,7 @@ def make_plan(
     allow_cast: str | Iterable[str] = (),
     keep: str | Iterable[str] = (),
     unused: str | Iterable[str] = (),
-    topology: Topology | None = None,
+    topology: Topology | str | None = None,
 ) -> Plan:
     """Plans how weights get from a trainer to its rollouts. Reads no data.
 
@@ -106,7 +107,8 @@ def make_plan(
       allow_cast: Targets that may be narrowed, e.g. `("*",)` or `("model.layers.{i}.*",)`.
       keep: Targets that are never touched.
       unused: Sources that no target needs.
-      topology: Steers which trainer serves whom and the order of forwarding.
+      topology: Steers which trainer serves whom and the order of forwarding; a name such as "h100" stands for as many
+        hosts of 8 GPUs as needed.
 
     Raises:
       PlanError: Lists every fault: unmapped, doubly mapped, missing, misshapen, narrowed, indivisible, unused, empty.
@@ -127,19 +129,24 @@ def make_plan(
     if faults or source_tree is None:
         raise PlanError(faults)
     problem = Problem(
-        {name: _whole(layout) for name, layout in source_tree.tensors.items()},
+        {name: _whole(name, layout) for name, layout in source_tree.tensors.items()},
         len(source_tree.devices),
         [_target_tree(name, tree, mappings[name]) for name, tree in read.items()],
-        allow_cast=_patterns(allow_cast),
-        keep=_patterns(keep),
-        unused=_patterns(unused),
+        allow_cast=_patterns("allow_cast", allow_cast),
+        keep=_patterns("keep", keep),
+        unused=_patterns("unused", unused),
     )
+    if isinstance(topology, str):
+        topology = preset(topology, hosts=-(-(problem.source_ranks + problem.target_ranks) // 8))
     built = sharding.build_plan(problem, topology)
     return Plan(**{f.name: getattr(built, f.name) for f in dataclasses.fields(built)}, source=source_tree, targets=read)
 
 
-def _patterns(given: str | Iterable[str]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
+def _patterns(option: str, given: str | Iterable[str]) -> tuple[str, ...]:
+    patterns = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise PlanError(f"{option}: {given!r} is not made of name patterns. Give strings such as '*' or 'h.{{i}}.w'.")
+    return patterns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,13 +158,19 @@ class Replicas:
 
 def replicas(trees: AbstractMapping[str, Any]) -> Replicas:
     """Marks a dict as several rollouts rather than one tree. They may differ in mesh, dtype and layout."""
-    if not trees:
-        raise PlanError("replicas: no trees. Give one tree per replica.")
+    if not isinstance(trees, AbstractMapping) or not trees:
+        raise PlanError("replicas: no dict of trees. Give one tree per replica, by name.")
+    bad = [name for name in trees if not isinstance(name, str) or not name or "/" in name or name == TARGET]
+    if bad:
+        raise PlanError(f"replicas: the names {bad} are taken or unusable. Use other non-empty strings without '/'.")
     return Replicas(dict(trees))
 
 
 def _target_trees(target: Any, mapping: Any) -> tuple[dict[str, Any], dict[str, Mapping | None]]:
     per_replica = isinstance(mapping, dict) and not isinstance(mapping, Mapping)
+    if per_replica and any(isinstance(entry, Expr) for entry in mapping.values()):
+        names = sorted(map(str, mapping))
+        raise PlanError(f"mapping: {names} are entries of a plain dict. Write sf.Mapping({{...}}).")
     if isinstance(target, Replicas):
         trees = dict(target.trees)
     elif per_replica and isinstance(target, dict):
@@ -185,14 +198,14 @@ def _target_tree(name: str, tree: Tree, mapping: Mapping | None) -> TargetTree:
     return TargetTree(name=name, tensors=tree.tensors, mapping=mapping, ranks=len(tree.devices), replicas=parts)
 
 
-def _whole(layout: Layout | LocalTensors) -> Layout:
+def _whole(name: str, layout: Layout | LocalTensors) -> Layout:
     if isinstance(layout, Layout):
         return layout
     shapes = set(layout.shapes.values())
     if len(shapes) != 1:
         raise PlanError(
-            f"local: source shapes {sorted(shapes)} differ between ranks, but each is whole. Give an sf.Layout "
-            "with boxes."
+            f"local: the shapes {sorted(shapes)} of source {name!r} differ between ranks, but each is whole. "
+            "Give an sf.Layout with boxes."
         )
     return layout.whole(shapes.pop())
 
@@ -202,14 +215,14 @@ def load_plan(path: str | Path | BinaryIO, digest: str | None = None) -> Plan:
 
     Args:
       path: What `plan.save` wrote.
-      digest: If given, the digest that the plan must have.
+      digest: If given, the digest that the plan must have, or at least its first 12 digits.
 
     Raises:
       PlanFileError: The file is no plan or is damaged.
       DigestMismatch: It is another plan.
     """
     plan = sharding.load(path)
-    if digest is not None and plan.digest != digest:
+    if digest is not None and (len(digest) < 12 or not plan.digest.startswith(digest)):
         raise DigestMismatch(
             f"plan file: {path} holds plan {plan.digest[:12]}, but {digest[:12]} is wanted. Make both sides "
             "plan from the same inputs."

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +16,7 @@ from shardfly_jax.executors.memory import Key, Shard
 from shardfly_jax.executors.portable import Executor, make_executor
 from shardfly_jax.owners import Owner
 from shardfly_jax.planning import TARGET, Plan, Replicas
-from shardfly_jax.sharding.errors import Poisoned, RegistrationError
+from shardfly_jax.sharding.errors import Poisoned, RegistrationError, ShardflyError
 
 
 class Session:
@@ -26,7 +27,6 @@ class Session:
       buffers: Every target shard by (family, tensor, plan-wide rank).
       owners: One per target tree.
       executor: None until the trainer's devices are known.
-      lock: Held during an update.
     """
 
     def __init__(self, plan: Plan, owners: dict[str, Owner], allocated: bool):
@@ -38,12 +38,45 @@ class Session:
             self.buffers.update(owner.buffers)
         kept = {label: array for owner in owners.values() for label, array in owner.kept_arrays()}
         check_memory(self.plan, self.buffers, kept)
-        self.lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._inside: set[int] = set()
         self.executor: Executor | None = None
         self.binding: Any = None
         self._versions = {replica.name: 0 for replica in plan.replicas}
         empty = "its buffers have never been filled" if allocated else None
         self._poison: dict[str, str | None] = {replica.name: empty for replica in plan.replicas}
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Held during an update; a thread that takes part in one cannot begin another.
+
+        Raises:
+          ShardflyError: This thread is inside an update already: a progress callback or an owner called `sync`.
+        """
+        me = threading.get_ident()
+        if me in self._inside:
+            raise ShardflyError("sync: called from inside an update of the same plan. Call it after sync has returned.")
+        with self._lock:
+            self._inside.add(me)
+            try:
+                yield
+            finally:
+                self._inside.discard(me)
+
+    def guarded(self, progress: Callable[[int], None]) -> Callable[[int], None]:
+        """A progress callback whose thread counts as inside the update."""
+
+        def call(nbytes: int) -> None:
+            me = threading.get_ident()
+            entered = me not in self._inside
+            self._inside.add(me)
+            try:
+                progress(nbytes)
+            finally:
+                if entered:
+                    self._inside.discard(me)
+
+        return call
 
     @property
     def versions(self) -> Mapping[str, int]:
@@ -161,9 +194,13 @@ def _placed(plan: Plan, trees: list[str], placement: Any) -> dict[str, dict[int,
         out[name] = {}
         for rank in range(count):
             device = tree.devices[rank] if tree else None
+            if placement is not None and not callable(placement) and not isinstance(placement, Mapping):
+                raise RegistrationError(
+                    f"registration: placement is a {type(placement).__name__}. Give a dict or a function."
+                )
             if device is None and placement is not None:
                 device = placement(number) if callable(placement) else placement.get(number)
-                if device is None:
+                if not isinstance(device, jax.Device):
                     raise RegistrationError(
                         f"registration: placement names no device for rollout rank {number}. Name one for every rank."
                     )

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from shardfly_jax.layout import leaf_names
 from shardfly_jax.planning import Plan
 from shardfly_jax.sharding import language as lang
+from shardfly_jax.sharding.formats import number
 from shardfly_jax.sharding.language import Expr, axis_sizes, split_pattern
 from shardfly_jax.sharding.patterns import FAMILY, name_pattern
 
@@ -87,7 +88,7 @@ def _build(expr: Expr, source: Callable[[str, int], jax.Array], i: int, cuts: in
         case lang.Repeat(_, repeats, axis):
             return jnp.repeat(x, repeats, axis)
         case lang.Pad(_, widths, fill):
-            return jnp.pad(x, widths, constant_values=fill)
+            return jnp.pad(x, widths, constant_values=number(fill))
         case lang.Scale(_, factor, add):
             return (x.astype(jnp.float32) * factor + add).astype(x.dtype)
         case lang.Divided(_, divisor):

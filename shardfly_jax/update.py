@@ -13,7 +13,7 @@ from shardfly_jax.executors.memory import Key, Shard, host_bytes, overlaps, wait
 from shardfly_jax.layout import Place, box_of, leaf_places, leaves_of, read_tree
 from shardfly_jax.planning import Plan
 from shardfly_jax.registry import Session
-from shardfly_jax.sharding.errors import ParamsMismatch, PlanError, VerificationError
+from shardfly_jax.sharding.errors import NotRegistered, ParamsMismatch, PlanError, VerificationError
 from shardfly_jax.sharding.evaluate import evaluate
 from shardfly_jax.sharding.formats import dtype_name, np_dtype
 from shardfly_jax.sharding.language import outer_fuse
@@ -76,8 +76,12 @@ def sync(params: Any, plan: Plan, *, progress: Callable[[int], None] | None = No
       StaleBuffer: An owner rebound, deleted or donated a buffer. Nothing was written.
       Any error in between: replicas are poisoned until the next complete update.
     """
+    if not isinstance(plan, Plan):
+        raise NotRegistered(f"sync: its second argument is a {type(plan).__name__}, but a registered plan is needed.")
+    if progress is not None and not callable(progress):
+        raise ParamsMismatch(f"sync: progress is a {type(progress).__name__}, but a function of bytes is needed.")
     session = plan.registered()
-    with session.lock:
+    with session.updating():
         leaves, binding = _bound(params, session)
         session.check_buffers()
         if session.executor is None:
@@ -93,7 +97,8 @@ def sync(params: Any, plan: Plan, *, progress: Callable[[int], None] | None = No
         wait_for_readers({shard.device for shard in session.buffers.values()})
         session.poison("an update began and did not finish")
         try:
-            session.executor.run(lambda *key: arrays[key], progress)
+            guarded = None if progress is None else session.guarded(progress)
+            session.executor.run(lambda *key: arrays[key], guarded)
         except BaseException as error:
             session.poison(f"an update failed half way: {type(error).__name__}: {error}")
             raise
@@ -133,10 +138,16 @@ def _bound(params_: Any, session: Session) -> tuple[list[Any], _Binding]:
         elif leaf.dtype != want.dtype:
             faults.append(f"{want.label} is {leaf.dtype}, but the plan has {want.dtype}")
         elif leaf.sharding != want.sharding and not leaf.sharding.is_equivalent_to(want.sharding, leaf.ndim):
-            faults.append(f"{want.label} has sharding {leaf.sharding}, but the plan has {want.sharding}")
+            faults.append(
+                f"{want.label} has sharding {_named(leaf.sharding)}, but the plan has {_named(want.sharding)}"
+            )
     if faults:
         raise _mismatch(faults)
     return leaves, session.binding
+
+
+def _named(sharding: jax.sharding.Sharding) -> str:
+    return f"{sharding} on the devices {sorted(map(str, sharding.device_set))}"
 
 
 def _mismatch(faults: list[str]) -> ParamsMismatch:
@@ -243,7 +254,7 @@ def _fault(leaf: jax.Array, layout: Layout, rank: int | None, ranks: dict[int, j
     for r in layout.ranks:
         device = ranks.get(r)
         if device not in index or box_of(leaf.shape, index[device]) != layout.box(r):
-            return f"has sharding {leaf.sharding}, which does not put the planned shard on rank {r}"
+            return f"has sharding {_named(leaf.sharding)}, but its planned shard of rank {r} is on {device}"
     return None
 
 
@@ -315,7 +326,7 @@ def verify(params_: Any, plan: Plan, *, progress: Callable[[int], None] | None =
 def _whole(parts: list[tuple[Key, jax.Array]], session: Session) -> np.ndarray:
     """The whole of a source, from its shards; not cached by them, as `np.asarray` of a whole array would be."""
     layout = session.plan.families[parts[0][0][0]].layout
-    out = np.empty(layout.shape, np_dtype(layout.dtype))
+    out = np.zeros(layout.shape, np_dtype(layout.dtype))  # plans read no part that no rank holds
     filled: set[Box] = set()
     for (family, _, rank), array in parts:
         layout = session.plan.families[family].layout

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from shardfly_jax.sharding.formats import Cast, Divide, MulAdd
+from shardfly_jax.sharding.formats import Cast, Divide, MulAdd, number
 from shardfly_jax.sharding.language import (
     Astype,
     Concat,
@@ -79,7 +79,7 @@ def evaluate(expr: Expr, source: Callable[[str, int], np.ndarray], i: int, cuts:
         case Repeat(_, repeats, axis):
             return np.repeat(x, repeats, axis)
         case Pad(_, widths, fill):
-            return np.pad(x, widths, constant_values=np.asarray(fill).astype(x.dtype))
+            return np.pad(x, widths, constant_values=np.asarray(number(fill)).astype(x.dtype))
         case Scale(_, factor, add):
             return MulAdd(factor, add).apply(x)
         case Divided(_, divisor):

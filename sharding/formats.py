@@ -35,7 +35,7 @@ def dtype_name(dtype: Any) -> str:
         )
     except TypeError as error:
         raise LanguageError(f"dtype: {dtype!r} is not a dtype. Use a name such as 'bfloat16' or 'float32'.") from error
-    if resolved.kind not in "biufV" or resolved.itemsize == 0 or resolved.names is not None:
+    if resolved.kind not in "biufV" or resolved.itemsize == 0 or resolved.type is np.void:
         raise LanguageError(f"dtype: {dtype!r} is neither a real, an integer nor a boolean dtype.")
     if _bits(resolved) < 8:
         raise LanguageError(
@@ -60,6 +60,7 @@ def itemsize(name: str) -> int:
     return np_dtype(name).itemsize
 
 
+@functools.cache
 def is_narrowing(source: str, target: str) -> bool:
     """Whether some finite value of `source` cannot be represented in `target`."""
     if source == target:
@@ -76,6 +77,22 @@ def is_narrowing(source: str, target: str) -> bool:
     return not np.can_cast(a, b)
 
 
+FLOAT_TO_INT = "what a float outside an integer's range becomes is not defined. Keep it a float, or convert it in jax"
+
+
+def number_text(value: float) -> str:
+    """A number as text that keeps the sign of zero and every digit of integers."""
+    if not isinstance(value, int | float | np.number | np.bool_ | ml_dtypes.bfloat16):
+        raise LanguageError(f"pad: the value {value!r} is a {type(value).__name__}, but a number is needed.")
+    whole = isinstance(value, int | np.integer | np.bool_)
+    return repr(int(value)) if whole else repr(float(value))
+
+
+def number(text: str) -> float:
+    """The number that `number_text` wrote."""
+    return int(text) if text.lstrip("-").isdigit() else float(text)
+
+
 def holds(dtype: str, value: float) -> bool:
     """Whether a constant keeps its value in a dtype, but for rounding of floats."""
     resolved = np_dtype(dtype)
@@ -83,8 +100,10 @@ def holds(dtype: str, value: float) -> bool:
         return True
     if resolved.kind == "b":
         return value in (0, 1)
+    if isinstance(value, float) and not value.is_integer():  # nan and inf are none
+        return False
     info = ml_dtypes.iinfo(resolved)
-    return value == int(value) and info.min <= value <= info.max
+    return bool(info.min <= value <= info.max)
 
 
 def _is_float(dtype: np.dtype[Any]) -> bool:
@@ -151,16 +170,16 @@ class Divide:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fill:
-    """A constant of `dtype`; always the first step of a chain that reads no source."""
+    """A constant of `dtype`, as text; always the first step of a chain that reads no source."""
 
-    value: float
+    value: str
     dtype: str
 
     def result_dtype(self, dtype: str) -> str:
         return self.dtype
 
     def apply(self, x: np.ndarray) -> np.ndarray:
-        return np.full(x.shape, self.value, np_dtype(self.dtype))
+        return np.full(x.shape, number(self.value), np_dtype(self.dtype))
 
 
 Step = Cast | MulAdd | Divide | Fill
@@ -209,7 +228,7 @@ def _describe(step: Step) -> str:
         case Divide(divisor):
             return f"/{divisor:g}"
         case Fill(value, dtype):
-            return f"fill({value:g}, {dtype})"
+            return f"fill({value}, {dtype})"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

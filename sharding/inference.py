@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 from shardfly_jax.sharding.errors import LanguageError
-from shardfly_jax.sharding.formats import holds, is_float
+from shardfly_jax.sharding.formats import FLOAT_TO_INT, holds, is_float, number
 from shardfly_jax.sharding.language import (
     Alias,
     Astype,
@@ -71,17 +72,18 @@ def infer(expr: Expr, lookup: Lookup, layers: range) -> TensorType:
     shape, dtype = infer(expr.value, lookup, layers)  # type: ignore[attr-defined]
     match expr:
         case Astype(_, target):
+            if is_float(dtype) and not is_float(target):
+                raise LanguageError(f"astype: from {dtype} to {target}, but {FLOAT_TO_INT}.")
             return TensorType(shape, target)
         case Scale() | Divided():
             if not is_float(dtype):
-                raise LanguageError(
-                    f"scale: applied to {dtype}, but only floating-point values are scaled. Cast first."
-                )
+                op = "scale" if isinstance(expr, Scale) else "divide"
+                raise LanguageError(f"{op}: applied to {dtype}, but only floating-point values are scaled. Cast first.")
             return TensorType(shape, dtype)
         case Rearrange(_, pattern, _):
             sizes = axis_sizes(expr, shape)
             _, right = split_pattern(pattern)
-            return TensorType(tuple(_product(sizes[name] for name in group) for group in right), dtype)
+            return TensorType(tuple(math.prod(sizes[name] for name in group) for group in right), dtype)
         case Index(_, items):
             return TensorType(_indexed(items, shape, layers), dtype)
         case Take(_, indices, axis):
@@ -97,10 +99,8 @@ def infer(expr: Expr, lookup: Lookup, layers: range) -> TensorType:
             a = _axis("repeat", axis, shape)
             return TensorType((*shape[:a], shape[a] * repeats, *shape[a + 1 :]), dtype)
         case Pad(_, widths, fill):
-            if not holds(dtype, fill):
-                raise LanguageError(
-                    f"pad: the value {fill:g} does not exist in {dtype}. Choose another, or cast first."
-                )
+            if not holds(dtype, number(fill)):
+                raise LanguageError(f"pad: the value {fill} does not exist in {dtype}. Choose another, or cast first.")
             if len(widths) != len(shape):
                 raise LanguageError(
                     f"pad: {len(widths)} widths for the shape {shape}. Give (before, after) for every axis."
@@ -122,13 +122,6 @@ def _axis(op: str, axis: int, shape: tuple[int, ...]) -> int:
     if not -len(shape) <= axis < len(shape):
         raise LanguageError(f"{op}: axis {axis} does not exist in the shape {shape}.")
     return axis % len(shape)
-
-
-def _product(numbers: object) -> int:
-    result = 1
-    for number in numbers:  # type: ignore[attr-defined]
-        result *= number
-    return result
 
 
 def _taken(indices: tuple[int, ...], axis: int, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from einops import EinopsError
 from einops.parsing import ParsedExpression
 
 from shardfly_jax.sharding.errors import LanguageError
-from shardfly_jax.sharding.formats import dtype_name
+from shardfly_jax.sharding.formats import dtype_name, number_text
 from shardfly_jax.sharding.patterns import Affine, parse_affine
 
 
@@ -35,6 +35,8 @@ class Expr:
     """Base of all nodes. Methods build larger expressions; none of them computes."""
 
     __slots__ = ()
+    __iter__ = None  # indexing alone would make an endless sequence of it
+    __contains__ = None
 
     def rearrange(self, pattern: str, **sizes: int) -> Expr:
         """Permutes, splits and merges axes by an einops pattern such as `"d n h -> (n h) d"`.
@@ -79,13 +81,17 @@ class Expr:
     def take(self, indices: Sequence[int] | Mapping[int, Sequence[int]], *, axis: int) -> Expr:
         """`np.take` along an axis; `{i: indices}` gives every layer its own list (expert maps)."""
         if isinstance(indices, Mapping):
-            per_layer = tuple(sorted((int(i), tuple(int(k) for k in row)) for i, row in indices.items()))
+            if not indices:
+                raise LanguageError("take: no lists. Give one for every layer.")
+            per_layer = tuple(
+                sorted((operator.index(i), tuple(operator.index(k) for k in row)) for i, row in indices.items())
+            )
             if len({len(row) for _, row in per_layer}) != 1:
                 raise LanguageError(
                     "take: the lists of different layers differ in length. Give every layer the same number of indices."
                 )
             return TakePerLayer(self, per_layer, operator.index(axis))
-        return Take(self, tuple(int(k) for k in indices), operator.index(axis))
+        return Take(self, tuple(operator.index(k) for k in indices), operator.index(axis))
 
     def repeat(self, repeats: int, *, axis: int) -> Expr:
         """`np.repeat`: each element next to its copies."""
@@ -95,13 +101,15 @@ class Expr:
 
     def pad(self, widths: Sequence[tuple[int, int]], value: float = 0) -> Expr:
         """`np.pad` with a constant: `(before, after)` per axis."""
-        pairs = tuple((int(before), int(after)) for before, after in widths)
+        pairs = tuple((operator.index(before), operator.index(after)) for before, after in widths)
         if any(before < 0 or after < 0 for before, after in pairs):
             raise LanguageError(f"pad: widths {pairs} are negative. Use a slice to truncate.")
-        return Pad(self, pairs, float(value))
+        return Pad(self, pairs, number_text(value))
 
     def scale(self, factor: float, add: float = 0.0) -> Expr:
         """`x * factor + add`, computed in float32 and rounded back to the dtype of `x`."""
+        if not _finite("scale", factor):
+            raise LanguageError("scale: the factor is 0, which would lose the value.")
         return Scale(self, _finite("scale", factor), _finite("scale", add))
 
     def divide(self, divisor: float) -> Expr:
@@ -160,7 +168,7 @@ class Repeat(Expr):
 class Pad(Expr):
     value: Expr
     widths: tuple[tuple[int, int], ...]
-    fill: float
+    fill: str  # as text: -0.0 is not 0.0, and large integers stay exact
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,6 +219,8 @@ class Alias(Expr):
 
 def src(name: str) -> Expr:
     """The source tensor called `name`; `{i}` in it follows the target's `{i}`."""
+    if not isinstance(name, str):
+        raise LanguageError(f"src: the name {name!r} is a {type(name).__name__}, but a string is needed.")
     return Src(name)
 
 
@@ -240,6 +250,8 @@ def alias(name: str) -> Expr:
 
 def _finite(op: str, number: float) -> float:
     """A constant as a Python float, finite in float32."""
+    if not isinstance(number, int | float | np.number):
+        raise LanguageError(f"{op}: the constant {number!r} is a {type(number).__name__}, but a number is needed.")
     with np.errstate(over="ignore"):
         if not np.isfinite(np.float32(number)):
             raise LanguageError(f"{op}: the constant {number:g} is not finite in float32.")

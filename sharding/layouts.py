@@ -46,7 +46,7 @@ class Layout:
     Immutable; compares and hashes by value.
 
     Raises:
-      PlanError: No boxes; a box outside the shape, empty or of another number of axes; strides that make two elements
+      PlanError: No boxes; a box outside the shape or of another number of axes; strides that make two elements
         share a place.
     """
 
@@ -69,6 +69,8 @@ class Layout:
         self.dtype = dtype_name(dtype)
         if not boxes:
             raise PlanError(f"layout: boxes of a tensor of shape {self.shape} are empty, but some rank must hold it.")
+        if not all(isinstance(rank, int | np.integer) for rank in boxes):
+            raise PlanError(f"layout: ranks {list(boxes)} are not all integers. Number the ranks from 0.")
         self.ranks = tuple(sorted(int(rank) for rank in boxes))
         if self.ranks[0] < 0:
             raise PlanError(f"layout: rank {self.ranks[0]} is negative. Ranks count from 0.")
@@ -79,7 +81,7 @@ class Layout:
                 raise PlanError(
                     f"layout: the box {box} of rank {rank} has {len(box)} axes, but the shape {self.shape} has {axes}."
                 )
-            if any(not 0 <= lo <= hi <= n for (lo, hi), n in zip(box, self.shape, strict=True)):
+            if any(len(pair) != 2 or not 0 <= pair[0] <= pair[1] <= n for pair, n in zip(box, self.shape, strict=True)):
                 raise PlanError(f"layout: the box {box} of rank {rank} is not inside the shape {self.shape}.")
         self.bounds = np.array([boxes[rank] for rank in self.ranks], np.int64).reshape(len(self.ranks), axes, 2)
         self.bounds.setflags(write=False)
@@ -178,6 +180,19 @@ class Layout:
                 strides = dense_strides(box_shape(box)) if self.strides is None else tuple(self.strides[row].tolist())
                 held.setdefault((box, strides), []).append(rank)
         return tuple((key, tuple(ranks)) for key, ranks in held.items())
+
+    @cached_property
+    def overlap(self) -> tuple[Box, Box] | None:
+        """Two different boxes that share elements; None if all are disjoint."""
+        bounds = np.array([box for (box, _), _ in self.holders], np.int64)
+        bounds = bounds.reshape(len(self.holders), len(self.shape), 2)
+        for k in range(len(bounds) - 1):
+            meets = ((bounds[k + 1 :, :, 0] < bounds[k, :, 1]) & (bounds[k, :, 0] < bounds[k + 1 :, :, 1])).all(1)
+            for other in np.nonzero(meets)[0].tolist():
+                first, second = self.holders[k][0][0], self.holders[k + 1 + other][0][0]
+                if first != second:
+                    return first, second
+        return None
 
     def cuts(self, axis: int) -> tuple[tuple[int, int], ...]:
         """The distinct ranges into which the boxes cut one axis, in order."""

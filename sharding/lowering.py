@@ -147,7 +147,7 @@ def _emit(
     tensor = piece.s_origin[0] - first if source_start is not None else 0
     heads = [(source_offset, target_offset)]
     while len(dims) > MAX_DIMS:
-        n, source_stride, target_stride = dims.pop(0)
+        n, source_stride, target_stride = dims.pop(min(range(len(dims)), key=lambda d: dims[d][0]))  # fewest moves
         heads = [(s + k * source_stride, t + k * target_stride) for s, t in heads for k in range(n)]
     return [
         Template(

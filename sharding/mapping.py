@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Iterator, Mapping as AbstractMapping
 from typing import NamedTuple
 
 from shardfly_jax.sharding.errors import LanguageError
 from shardfly_jax.sharding.language import Alias, Expr, FamilyIndex, Index, Src, children, outer_fuse, rewrite
-from shardfly_jax.sharding.patterns import FAMILY, Affine, NamePattern, name_pattern, name_shape
+from shardfly_jax.sharding.patterns import FAMILY, NamePattern, name_pattern, name_shape
 
 
 class Mapping(AbstractMapping[str, Expr]):
@@ -25,6 +26,8 @@ class Mapping(AbstractMapping[str, Expr]):
         self._literals: set[str] = set()
         self._by_shape: dict[str, list[NamePattern]] = {}
         for text, expr in self._entries.items():
+            if not isinstance(text, str):
+                raise LanguageError(f"mapping: the name {text!r} is a {type(text).__name__}, but a string is needed.")
             if not isinstance(expr, Expr):
                 raise LanguageError(
                     f"mapping: {text!r} is {expr!r}, but an expression such as sf.src('name') is needed."
@@ -66,6 +69,8 @@ class Mapping(AbstractMapping[str, Expr]):
         """Every target is the source of the same name; the first number of a name counts along its family."""
         entries: dict[str, Expr] = {}
         for name in sorted(names):
+            if "{" in name or "}" in name:
+                continue  # reported with the target's other faults
             head, *rest = _split_first_number(name)
             text = head + "{" + FAMILY + "}" + rest[0] if rest else head
             entries[text] = Src(text)
@@ -75,7 +80,7 @@ class Mapping(AbstractMapping[str, Expr]):
 def _split_first_number(name: str) -> list[str]:
     parts = name.split(".")
     for k, part in enumerate(parts):
-        if part.isdigit() and str(int(part)) == part:
+        if re.fullmatch("0|[1-9][0-9]*", part):
             before, after = ".".join(parts[:k]), ".".join(parts[k + 1 :])
             return [before + "." if before else "", "." + after if after else ""]
     return [name]
@@ -120,7 +125,10 @@ def bind(text: str, expr: Expr, values: AbstractMapping[str, int]) -> Bound:
 
 def _bound_item(item: int | slice | FamilyIndex, values: AbstractMapping[str, int]) -> int | slice | FamilyIndex:
     if isinstance(item, FamilyIndex) and item.value.variable in values:
-        return item.value.at(values[item.value.variable])
+        index = item.value.at(values[item.value.variable])
+        if index < 0:
+            raise LanguageError(f"index: {{{item.value}}} is {index}, which is before the first element")
+        return index
     return item
 
 
@@ -153,6 +161,3 @@ def matches(name: str, patterns: tuple[str, ...]) -> str | None:
         elif fnmatch.fnmatchcase(name, text):
             return text
     return None
-
-
-__all__ = ["Affine", "Bound", "Mapping", "bind", "compose", "matches"]

@@ -161,6 +161,8 @@ class View(NamedTuple):
         Raises:
           IndexError: It reaches outside the array.
         """
+        if 0 in self.extents:
+            return np.empty(self.extents, flat.dtype)
         reach = [(n - 1) * step for n, step in zip(self.extents, self.strides, strict=True)]
         lo = self.offset + sum(r for r in reach if r < 0)
         hi = self.offset + sum(r for r in reach if r > 0)

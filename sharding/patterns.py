@@ -74,7 +74,7 @@ class NamePattern:
         self.shape = name_shape("0".join(self._literals))
         regex = re.escape(self._literals[0])
         for literal in self._literals[1:]:
-            regex += r"(\d+)" + re.escape(literal)
+            regex += r"([0-9]+)" + re.escape(literal)
         self._regex = re.compile(regex)
 
     @property
@@ -130,7 +130,7 @@ def _parse_hole(text: str, name: str) -> _Hole:
 
 def name_shape(name: str) -> str:
     """The name with every number replaced by `#`: names of one family share it."""
-    return re.sub(r"\d+", "#", name)
+    return re.sub("[0-9]+", "#", name)
 
 
 @lru_cache(maxsize=65536)

@@ -212,7 +212,7 @@ def select(piece: Piece, axis: int, start: int, step: int, count: int) -> Iterat
                 yield _flip(forward, axis, count - 1)
         else:
             spare = len(part.t_origin)
-            moved = shift(part, axis, -start)._replace()
+            moved = shift(part, axis, -start)
             moved = moved._replace(t_origin=(*moved.t_origin, 0))
             for split in split_axis(moved, axis, step, spare):
                 for kept in clip(split, TARGET, spare, 0, 1):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import io
 import json
 import math
 import zipfile
@@ -21,7 +20,7 @@ import numpy as np
 from shardfly_jax.sharding import codec
 from shardfly_jax.sharding.errors import PlanFileError
 from shardfly_jax.sharding.formats import Conversion, itemsize
-from shardfly_jax.sharding.moves import Move, MoveTable
+from shardfly_jax.sharding.moves import Move, MoveTable, move_size
 from shardfly_jax.sharding.problem import Family
 
 FILE_FORMAT = 1
@@ -171,8 +170,10 @@ class Plan:
             **self.moves.columns,
         }
         if isinstance(path, str | Path):
-            with Path(path).open("wb") as file:  # a path is taken as it is; NumPy would append .npz
+            partial = Path(f"{path}.partial")  # never a half-written plan; NumPy would append .npz to a path
+            with partial.open("wb") as file:
                 np.savez_compressed(file, **arrays)
+            partial.replace(path)
         else:
             np.savez_compressed(path, **arrays)
 
@@ -190,10 +191,7 @@ class Plan:
 
     def move_nbytes(self, move: Move) -> int:
         """Bytes that one expansion of a move writes."""
-        size = itemsize(self.conversions[move.convert].target)
-        for extent in move.extents:
-            size *= extent
-        return size
+        return move_size(move) * itemsize(self.conversions[move.convert].target)
 
 
 def load(path: str | Path | BinaryIO) -> Plan:
@@ -231,16 +229,9 @@ def load(path: str | Path | BinaryIO) -> Plan:
         if isinstance(error, PlanFileError):
             raise
         raise PlanFileError(f"plan file: {path} cannot be read as a plan: {error}. Make the plan again.") from error
-    if plan.digest != header["digest"]:
+    if plan.digest != header.get("digest"):
         raise PlanFileError(
-            f"plan file: {path} holds digest {header['digest'][:12]}, but its contents give {plan.digest[:12]}. "
-            "It is damaged; make the plan again."
+            f"plan file: {path} holds digest {str(header.get('digest'))[:12]}, but its contents give "
+            f"{plan.digest[:12]}. It is damaged; make the plan again."
         )
     return plan
-
-
-def saved_nbytes(plan: Plan) -> int:
-    """Size of the file that `save` would write, bytes."""
-    buffer = io.BytesIO()
-    plan.save(buffer)
-    return buffer.tell()

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable, Mapping as AbstractMapping
 
 from shardfly_jax.sharding.errors import LanguageError, PlanError
-from shardfly_jax.sharding.formats import is_narrowing
+from shardfly_jax.sharding.formats import FLOAT_TO_INT, is_float, is_narrowing
 from shardfly_jax.sharding.inference import TensorType, infer
 from shardfly_jax.sharding.language import Alias, Astype, Expr, outer_fuse, sources
 from shardfly_jax.sharding.layouts import Layout, LocalTensors
@@ -140,6 +140,9 @@ class Problem:
             if kept := matches(name, self.keep):
                 self._kept.add(kept)
                 continue
+            if "{" in name or "}" in name:
+                self._fault("name", tree, name, "has braces, which stand for variables in patterns. Rename the key")
+                continue
             found = mapping.candidates(name)
             reached |= {position[text] for text, _ in found}
             if not found:
@@ -172,7 +175,11 @@ class Problem:
     def _add_entry(
         self, tree: TargetTree, base: int, mapping: Mapping, text: str, others: dict[str, int], names: dict[int, str]
     ) -> None:
-        bound = bind(text, mapping[text], others)
+        try:
+            bound = bind(text, mapping[text], others)
+        except LanguageError as error:
+            self._fault("misshapen", tree, next(iter(names.values())), f"cannot be built: {str(error).rstrip('.')}")
+            return
         pattern, expr, alias_of = bound.pattern, bound.expr, None
         if isinstance(expr, Alias):
             alias_of = expr.name
@@ -182,10 +189,11 @@ class Problem:
                 self._fault("alias", tree, next(iter(names.values())), str(error).rstrip("."))
                 return
         layouts: dict[int, Layout] = {}
+        shifted: dict[int, tuple[Layout, Layout]] = {}  # by identity: many names share one layout
         for i in sorted(names):
             layout = self._checked_layout(tree, names[i], expr, i)
             if layout is not None:
-                layouts[i] = layout.shifted(base)
+                layouts[i] = shifted.setdefault(id(layout), (layout, layout.shifted(base)))[1]
         for first, stop in runs(list(layouts.items())):
             self.families.append(Family(tree.name, pattern, first, stop - first, layouts[first], expr, alias_of))
 
@@ -223,6 +231,9 @@ class Problem:
                 f"has shape {shape}, which holds nothing. Leave it out of the target or list it in keep=",
             )
             return None
+        if is_float(dtype) and not is_float(layout.dtype):
+            self._fault("misshapen", tree, name, f"is {layout.dtype}, but its source is {dtype}, and {FLOAT_TO_INT}")
+            return None
         if is_narrowing(dtype, layout.dtype) and not matches(name, self.allow_cast):
             self._fault(
                 "narrowing", tree, name, f"is {layout.dtype}, but its source is {dtype} and values would be rounded. "
@@ -256,6 +267,11 @@ class Problem:
                     f"unmatched: keep= has {pattern!r}, which matches no target. Remove it, or mend the name."
                 )
         idle = [name for name in self.tensors if name not in self._used]
+        for pattern in self.allow_cast:
+            if not any(matches(name, (pattern,)) for tree in self.targets for name in tree.tensors):
+                self.faults.append(
+                    f"unmatched: allow_cast= has {pattern!r}, which matches no target. Remove it, or mend the name."
+                )
         for pattern in self.unused:
             if not any(matches(name, (pattern,)) for name in idle):
                 self.faults.append(
@@ -319,6 +335,13 @@ class Problem:
                 if (member := pattern.format({FAMILY: i})) in self.tensors
             ]
             layouts = dict(known)
+            for i, layout in known:
+                if layout.overlap:
+                    one, two = layout.overlap
+                    raise PlanError(
+                        f"overlap: the boxes {one} and {two} of source {pattern.format({FAMILY: i})!r} share "
+                        "elements, so that two ranks would send them. Give boxes that tile the tensor."
+                    )
             for first, stop in runs(known):
                 self.source_families.setdefault(name, []).append(len(self.families))
                 self.families.append(Family("", name, first, stop - first, layouts[first]))

@@ -97,7 +97,7 @@ def test_narrowing_is_refused_unless_it_is_allowed(rng: np.random.Generator) -> 
 
 @pytest.mark.parametrize(
     ("source", "target"),
-    [("int32", "int16"), ("float32", "int32"), ("int32", "float32"), ("float16", "bfloat16"), ("bfloat16", "float16")],
+    [("int32", "int16"), ("int32", "float32"), ("float16", "bfloat16"), ("bfloat16", "float16")],
 )
 def test_casts_that_lose_values_are_narrowing(source: str, target: str) -> None:
     over = mesh((2,), "x")
@@ -251,13 +251,20 @@ def test_strides_that_make_elements_share_a_place_are_refused(strides: Any) -> N
         sf.Layout((4, 3), "float32", {0: [(0, 4), (0, 3)]}, strides)
 
 
-@pytest.mark.parametrize(("boxes", "word"), [([(0, 2), (3, 4)], "leave out 3 of 12"), ([(0, 3), (2, 4)], "overlap")])
+@pytest.mark.parametrize(
+    ("boxes", "word"),
+    [
+        ([(0, 2), (3, 4)], "'t'.*leave out 3 of 12.*tile each tensor"),
+        ([(0, 3), (2, 4)], "overlap.*'w'.*tile the tensor"),
+        ([(0, 2), (1, 3)], "overlap.*'w'"),  # as much overlaps as is left out
+    ],
+)
 def test_source_boxes_that_do_not_tile_their_tensor_are_refused(boxes: list[tuple[int, int]], word: str) -> None:
     source = sf.Layout((4, 3), "float32", {rank: [box, (0, 3)] for rank, box in enumerate(boxes)})
     tree = TargetTree(
         name="rollout", tensors={"t": cut((4, 3), "float32")}, mapping=sf.Mapping({"t": sf.src("w")}), ranks=1
     )
-    with pytest.raises(sf.PlanError, match=f"'t'.*{word}.*tile each tensor"):
+    with pytest.raises(sf.PlanError, match=word):
         build_plan(Problem({"w": source}, 2, [tree]))
 
 

@@ -221,7 +221,7 @@ def test_composing_with_a_mapping_that_lacks_a_name_is_refused() -> None:
         (sf.stack([W, W[1:]]), ["stack", "(3, 6)"]),
         (sf.stack([W, W], axis=4), ["stack", "axis 4"]),
         (sf.concat([W, W.astype("bfloat16")]), ["concat", "bfloat16", "astype"]),
-        (W.astype("int32").scale(2.0), ["int32", "Cast first"]),
+        (W.astype("int32"), ["int32", "not defined"]),
         (sf.src("absent"), ["missing", "'absent'"]),
     ],
 )

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from shardfly_jax.sharding.formats import Cast, Conversion, Divide, Fill, MulAdd
+from shardfly_jax.sharding.formats import Cast, Conversion, Divide, Fill, MulAdd, np_dtype, number
 
 _UINTS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
@@ -42,7 +43,7 @@ def apply(conversion: Conversion, x: jax.Array) -> jax.Array:
             case Divide(divisor):
                 x = _cast(_flush(_flush(_cast(x, jnp.dtype("float32"))) / _opaque(divisor, x.shape)), x.dtype)
             case Fill(value, dtype):
-                x = jnp.full(x.shape, value, dtype)
+                x = jnp.full(x.shape, np.asarray(number(value)).astype(np_dtype(dtype)), dtype)
     return as_bits(x)
 
 

@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import jax
 import numpy as np
@@ -56,6 +56,7 @@ class HostExecutor:
         self._n_workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._workers = ThreadPoolExecutor(self._n_workers, thread_name_prefix="shardfly")
         self._read: set[Key] = set()
+        self._shared_nbytes = 0
         self._hops: list[list[_Item]] = []
         rows, ks = plan.moves.expanded()
         moves = list(plan.moves)
@@ -76,6 +77,7 @@ class HostExecutor:
         if move.hop == 0:
             self._read.add(source_key)
         elif self.buffers[source_key].address == self.buffers[target_key].address:
+            self._shared_nbytes += self.plan.move_nbytes(move)
             return  # an alias that shares its buffer
         for part, target in _chunks(source_view(move, k), write, move_size(move) * flat.itemsize):
             yield _Item(source_key, part, target.of(flat), conversion)
@@ -85,6 +87,8 @@ class HostExecutor:
         arrays = {key: sources(*key) for key in self._read}
         flats = {key: host_bytes(array.unsafe_buffer_pointer(), array.nbytes) for key, array in arrays.items()}
         flats.update(self._targets)
+        if progress is not None and self._shared_nbytes:
+            progress(self._shared_nbytes)
         for items in self._hops:
             self._run_hop(items, flats, progress)
 
@@ -96,10 +100,8 @@ class HostExecutor:
         try:
             for worker in workers:
                 worker.result()
-        finally:  # after an error nobody may write any more: leave nothing to claim, and wait for what is under way
-            for _ in claims:
-                pass
-            wait(workers)
+        finally:
+            _finish(claims, workers)
 
     def _work(
         self, items: Iterator[_Item], flats: Mapping[Key, np.ndarray], progress: Callable[[int], None] | None
@@ -112,6 +114,24 @@ class HostExecutor:
                 hostcopy.copy(item.target, item.view.of(flat), item.conversion)
             if progress is not None:
                 progress(item.target.nbytes)
+
+
+def _finish(claims: Iterator[_Item], workers: list[Future[None]]) -> None:
+    """After an error nobody may write any more: leaves nothing to claim and waits for what is under way.
+
+    Not to be hurried: an update that is interrupted again still waits, and is interrupted once it is safe.
+    """
+    interrupted = False
+    while True:
+        try:
+            for _ in claims:
+                pass
+            wait(workers)
+            break
+        except KeyboardInterrupt:
+            interrupted = True
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 def _chunks(read: View, write: View, nbytes: int) -> Iterator[tuple[View, View]]:

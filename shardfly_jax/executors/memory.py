@@ -75,7 +75,7 @@ def host_bytes(address: int, nbytes: int) -> np.ndarray:
 
 
 def wait_for_readers(devices: set[jax.Device]) -> None:
-    """Blocks until computations that read arrays on these devices have ended.
+    """Blocks until computations that may read arrays on these devices have ended: all of their platform.
 
     JAX does not say which computations read a buffer, but whatever they compute is alive and not ready, or has gone and
     matters to nobody; effects (callbacks, prints) have their own fence. Errors of others' computations are theirs.

@@ -73,6 +73,8 @@ class XlaExecutor:
             else:
                 key = (move.source_family, move.source_tensor + k * move.source_tensor_step, move.source_rank)
                 if move.hop and self.buffers[key].address == target.address:
+                    if progress is not None:
+                        progress(self.plan.move_nbytes(move))
                     continue
                 source = arrays[self.buffers[key].address] if move.hop else sources(*key)
                 piece = jax.device_put(_gather(source, source_view(move, k), conversion), target.device)
