@@ -43,12 +43,17 @@ def machine() -> dict[str, Any]:
 def main() -> None:
     """Runs the chosen parts."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="PART", help="planning, simulated, updating; all by default")
+    parser.add_argument(
+        "parts",
+        nargs="*",
+        metavar="PART",
+        help="planning, simulated, updating (all three by default), on_gpu (needs a GPU)",
+    )
     parser.add_argument("--tables-only", action="store_true", help="only renew the README's tables from the JSON")
     options = parser.parse_args()
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if "on_gpu" in options.parts else "cpu")
     os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-    from benchmarks import planning, simulated, updating
+    from benchmarks import on_gpu, planning, simulated, updating
 
     console = Console()
 
@@ -59,17 +64,19 @@ def main() -> None:
         "planning": lambda: planning.run(report),
         "simulated": lambda: simulated.run(report),
         "updating": lambda: updating.run(console),
+        "on_gpu": lambda: on_gpu.run(report),
     }
+    chosen = options.parts or [part for part in runs if part != "on_gpu"]
     if unknown := [part for part in options.parts if part not in runs]:
         parser.error(f"unknown parts {unknown}; choose from {', '.join(runs)}")
     if not options.tables_only:
-        for part in options.parts or runs:
+        for part in chosen:
             console.print(f"[bold]{part}[/bold]")
             result = {"machine": machine(), "rows": runs[part]()}
             RESULTS.mkdir(exist_ok=True)
             (RESULTS / f"{part}.json").write_text(json.dumps(result, indent=1) + "\n")
     tables.renew(RESULTS, Path(__file__).parents[1] / "README.md")
-    for part in options.parts or runs:
+    for part in chosen:
         print(tables.markdown(part, json.loads((RESULTS / f"{part}.json").read_text())), end="\n\n")
 
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
 
 def markdown(part: str, result: dict[str, Any]) -> str:
     """One part's results as a markdown table, with the machine underneath."""
-    header, lines = {"planning": _planning, "simulated": _simulated, "updating": _updating}[part](result["rows"])
+    header, lines = {"planning": _planning, "simulated": _simulated, "updating": _updating, "on_gpu": _on_gpu}[part](
+        result["rows"]
+    )
     rows = [header, ["---"] + ["---:"] * (len(header) - 1), *lines]
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
     m = result["machine"]
     setup = f"Python {m['python']}, JAX {m['jax']}, NumPy {m['numpy']}, commit {m['commit']}"
-    where = f"Measured on {m['cores']} cores of {m['cpu']}, {setup}."
+    gpus = {row["gpu"] for row in result["rows"] if "gpu" in row}
+    where = f"Measured on {', '.join(gpus) or f'{m["cores"]} cores of {m["cpu"]}'}, {setup}."
     if part == "simulated":
         where = f"Computed, not measured, at commit {m['commit']}."
     return f"{table}\n\n{where}"
@@ -68,6 +72,26 @@ def _updating(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
             _spread(row["today_secs"]),
             f"{row['speedup_of_bests']:.2f}x",
             f"{row['peak_nbytes'] / 1e9:.1f} GB",
+        ]
+        for row in rows
+    ]
+    return header, lines
+
+
+def _on_gpu(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    header = ["update", "moved", "kernel, median", "of the bound", "of an elementwise kernel", "jitted XLA, median"]
+    header += ["XLA / kernel", "sync, median", "first"]
+    lines = [
+        [
+            f"{row['model']}, {row['layers']} layers, {row['trainer_dtype']} -> bfloat16",
+            f"{row['moved_nbytes'] / 1e9:.2f} GB",
+            f"{statistics.median(row['kernel_secs']) * 1e3:.2f} ms",
+            f"{row['of_bound']:.3f}",
+            f"{row['of_elementwise']:.3f}",
+            f"{statistics.median(row['xla_secs']) * 1e3:.2f} ms",
+            f"{row['faster_than_xla']:.2f}x",
+            f"{statistics.median(row['sync_secs']) * 1e3:.2f} ms",
+            f"{row['first_secs']:.2f} s",
         ]
         for row in rows
     ]

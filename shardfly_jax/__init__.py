@@ -3,7 +3,7 @@
 from shardfly_jax import engines as engines
 from shardfly_jax.layout import local as local
 from shardfly_jax.planning import Plan as Plan, load_plan as load_plan, make_plan as make_plan, replicas as replicas
-from shardfly_jax.registry import register as register
+from shardfly_jax.registry import register as register, why_not_persistent as why_not_persistent
 from shardfly_jax.sharding.errors import (
     DigestMismatch as DigestMismatch,
     LanguageError as LanguageError,
@@ -15,6 +15,7 @@ from shardfly_jax.sharding.errors import (
     RegistrationError as RegistrationError,
     ShardflyError as ShardflyError,
     StaleBuffer as StaleBuffer,
+    TransferError as TransferError,
     VerificationError as VerificationError,
 )
 from shardfly_jax.sharding.language import (

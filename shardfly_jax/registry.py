@@ -12,8 +12,8 @@ from typing import Any
 import jax
 
 from shardfly_jax.buffers import allocate, check_memory
+from shardfly_jax.executors.choice import EXECUTORS, Executor, make_executor, why_not_persistent as reasons_against
 from shardfly_jax.executors.memory import Key, Shard
-from shardfly_jax.executors.portable import Executor, make_executor
 from shardfly_jax.owners import Owner
 from shardfly_jax.planning import TARGET, Plan, Replicas
 from shardfly_jax.sharding.errors import Poisoned, RegistrationError, ShardflyError
@@ -27,9 +27,10 @@ class Session:
       buffers: Every target shard by (family, tensor, plan-wide rank).
       owners: One per target tree.
       executor: None until the trainer's devices are known.
+      choice: Which executor was asked for.
     """
 
-    def __init__(self, plan: Plan, owners: dict[str, Owner], allocated: bool):
+    def __init__(self, plan: Plan, owners: dict[str, Owner], allocated: bool, choice: str = "auto"):
         self.plan = dataclasses.replace(plan, session=None)
         self.digest = plan.digest
         self.owners = owners
@@ -41,6 +42,7 @@ class Session:
         self._lock = threading.Lock()
         self._inside: set[int] = set()
         self.executor: Executor | None = None
+        self.choice = choice
         self.binding: Any = None
         self._versions = {replica.name: 0 for replica in plan.replicas}
         empty = "its buffers have never been filled" if allocated else None
@@ -122,7 +124,7 @@ class Session:
 
     def make_executor(self, source_devices: set[jax.Device]) -> None:
         """Prepares the plan for a trainer on these devices."""
-        self.executor = make_executor(self.plan, self.buffers, source_devices)
+        self.executor = make_executor(self.plan, self.buffers, source_devices, self.choice)
 
     def handles(self) -> Any:
         """The rollouts' params: new arrays at the registered addresses, in their owners' structures."""
@@ -130,8 +132,24 @@ class Session:
         return built[TARGET] if list(built) == [TARGET] else built
 
 
+def why_not_persistent(plan: Plan) -> tuple[str, ...]:
+    """Why a registered plan cannot run as one persistent kernel on its devices; empty if it does.
+
+    Raises:
+      NotRegistered: The plan has no buffers yet.
+    """
+    session = plan.registered()
+    devices = {shard.device for shard in session.buffers.values()}
+    source = plan.source.devices if plan.source is not None else ()
+    return reasons_against(session.plan, devices | {device for device in source if device is not None})
+
+
 def register(
-    plan: Plan, owner: Any = None, *, placement: Mapping[int, jax.Device] | Callable[[int], jax.Device] | None = None
+    plan: Plan,
+    owner: Any = None,
+    *,
+    placement: Mapping[int, jax.Device] | Callable[[int], jax.Device] | None = None,
+    executor: str = "auto",
 ) -> Plan:
     """Binds a plan to rollout buffers, once; every later `sync` writes into the same addresses.
 
@@ -142,6 +160,7 @@ def register(
         tensors stand as `{rank: array}`, or as a list of trees for `sf.local`. None allocates the buffers.
       placement: Device of each rollout rank, counted from 0, where the target's mesh does not say; several ranks may
         share one. By default ranks take this process' devices in turn.
+      executor: `persistent`, `portable`, or `auto`: the persistent kernel where it can run (see `why_not_persistent`).
 
     Returns:
       The plan with its session. Its older handles stay unregistered.
@@ -149,6 +168,8 @@ def register(
     Raises:
       RegistrationError: Lists every buffer that is missing or does not fit, or that shares memory with another.
     """
+    if executor not in EXECUTORS:
+        raise RegistrationError(f"registration: executor is {executor!r}, but one of {list(EXECUTORS)} is needed.")
     plan = dataclasses.replace(plan, session=None)
     trees = list(dict.fromkeys(replica.tree for replica in plan.replicas))
     devices = _placed(plan, trees, placement)
@@ -164,7 +185,7 @@ def register(
         )
         known = {k: d for k, d in enumerate(tree.devices) if d is not None} if tree and not allocated else devices[name]
         owners[name] = Owner(plan, name, given[name], planned, known if tree else {})
-    session = Session(plan, owners, allocated)
+    session = Session(plan, owners, allocated, executor)
     if plan.source is not None and all(device is not None for device in plan.source.devices):
         session.make_executor({device for device in plan.source.devices if device is not None})
     return dataclasses.replace(plan, session=session)

@@ -88,11 +88,7 @@ def sync(params: Any, plan: Plan, *, progress: Callable[[int], None] | None = No
             session.make_executor(binding.devices)
         assert session.executor is not None
         jax.block_until_ready([leaf for leaf, want in zip(leaves, binding.expected, strict=True) if want is not None])
-        arrays: dict[Key, jax.Array] = {}
-        for leaf, want in zip(leaves, binding.expected, strict=True):
-            if want is not None:
-                by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
-                arrays.update({key: by_device[device] for key, device in want.keys})
+        arrays = _shards(leaves, binding)
         _check_overlap(session, arrays)
         wait_for_readers({shard.device for shard in session.buffers.values()})
         session.poison("an update began and did not finish")
@@ -117,6 +113,24 @@ def params(plan: Plan) -> Any:
     session.check_readable()
     session.check_alive()
     return session.handles()
+
+
+def bound_sources(params_: Any, plan: Plan) -> dict[Key, jax.Array]:
+    """The single-device array of every source shard that a registered plan reads, by (family, tensor, rank).
+
+    Raises:
+      ParamsMismatch: `params_` are not the planned ones.
+    """
+    return _shards(*_bound(params_, plan.registered()))
+
+
+def _shards(leaves: list[Any], binding: _Binding) -> dict[Key, jax.Array]:
+    arrays: dict[Key, jax.Array] = {}
+    for leaf, want in zip(leaves, binding.expected, strict=True):
+        if want is not None:
+            by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
+            arrays.update({key: by_device[device] for key, device in want.keys})
+    return arrays
 
 
 def _bound(params_: Any, session: Session) -> tuple[list[Any], _Binding]:
@@ -355,8 +369,10 @@ def _read(session: Session, key: Key) -> np.ndarray:
     shard, layout = session.buffers[key], session.plan.families[key[0]].layout
     if shard.device.platform == "cpu":
         flat = host_bytes(shard.address, shard.nbytes).view(np_dtype(layout.dtype))
-    else:
-        flat = np.asarray(jax.device_get(shard.array)).reshape(-1)
+    else:  # through a new handle: the registered one would keep the host copy of its first reading
+        array = shard.array
+        fresh = jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array])
+        flat = np.asarray(fresh).reshape(-1)
     return View(0, layout.local_shape(key[2]), layout.local_strides(key[2])).of(flat)
 
 

@@ -60,5 +60,9 @@ class Poisoned(ShardflyError, RuntimeError):
     """A replica holds a mixture of two updates because one failed half way; the next complete update heals it."""
 
 
+class TransferError(ShardflyError, RuntimeError):
+    """A kernel did not finish an update; the replicas are poisoned."""
+
+
 class VerificationError(ShardflyError, AssertionError):
     """Target bytes differ from what the mapping says they should be."""

@@ -15,6 +15,7 @@ import shardfly_jax as sf
 from shardfly_jax.executors import convert, hostcopy
 from shardfly_jax.executors.host import HostExecutor
 from shardfly_jax.executors.memory import Shard, host_bytes
+from shardfly_jax.executors.persistent import PersistentExecutor
 from shardfly_jax.executors.xla import XlaExecutor
 from shardfly_jax.sharding.formats import Cast, Conversion, Divide, MulAdd, Step, conversion, np_dtype
 
@@ -22,7 +23,7 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too
 
 
 def run_on_poisoned_buffers(
-    case: Case, kind: type[HostExecutor] | type[XlaExecutor], devices: list[jax.Device]
+    case: Case, kind: type[HostExecutor | XlaExecutor | PersistentExecutor], devices: list[jax.Device]
 ) -> None:
     plan = case.plan()
     want = expected_buffers(case, plan)
@@ -61,7 +62,15 @@ def test_xla_executor_writes_what_the_mapping_means_on_gpus(case: Case) -> None:
 
 
 @pytest.mark.gpu
-def test_a_whole_model_reaches_its_rollout_on_a_gpu_in_place() -> None:
+@settings(max_examples=40, deadline=None, suppress_health_check=SLOW, print_blob=True)
+@given(cases(max_depth=3))
+def test_the_persistent_kernel_writes_what_the_mapping_means(case: Case) -> None:
+    run_on_poisoned_buffers(case, PersistentExecutor, jax.local_devices(backend="gpu")[:1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("executor", ["persistent", "portable"])
+def test_a_whole_model_reaches_its_rollout_on_a_gpu_in_place(executor: str) -> None:
     model = dataclasses.replace(
         sf.engines.model("Qwen3-0.6B"), layers=2, hidden=256, heads=8, kv_heads=4, head_dim=32, width=512, vocab=1024
     )
@@ -69,10 +78,11 @@ def test_a_whole_model_reaches_its_rollout_on_a_gpu_in_place() -> None:
     trainer = sf.engines.tunix.trainer(model, Mesh(np.array([gpu]).reshape(1, 1), ("fsdp", "tp")), dtype="float32")
     rollout = sf.engines.vllm.rollout(model, AbstractMesh((2, 2), ("replica", "tp")))
     plan = sf.make_plan(trainer.params, rollout.params, sf.engines.route(trainer, rollout), allow_cast="*")
-    plan = sf.register(plan, placement=lambda rank: gpu)  # four rollout ranks share the trainer's device
+    # four rollout ranks share the trainer's device
+    plan = sf.register(plan, placement=lambda rank: gpu, executor=executor)
     rng = np.random.default_rng()
     addresses = None
-    for step in range(3):
+    for step in range(5):
         params = jax.tree.map(
             lambda s: jax.device_put(rng.standard_normal(s.shape, np.float32), s.sharding), trainer.params
         )

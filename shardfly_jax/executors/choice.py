@@ -1,0 +1,62 @@
+"""Which executor runs a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import jax
+
+from shardfly_jax.executors.host import HostExecutor, is_host
+from shardfly_jax.executors.memory import Key, Shard, Sources
+from shardfly_jax.executors.xla import XlaExecutor
+from shardfly_jax.sharding.errors import RegistrationError
+from shardfly_jax.sharding.plan import Plan
+
+
+class Executor(Protocol):
+    """Runs a plan on buffers that it was built for."""
+
+    def run(self, sources: Sources, progress: Callable[[int], None] | None = None) -> None:
+        """Executes every move of the plan.
+
+        Args:
+          sources: Gives the single-device array of each source shard.
+          progress: Called with the bytes written, from several threads.
+        """
+
+
+EXECUTORS = ("auto", "portable", "persistent")
+
+
+def why_not_persistent(plan: Plan, devices: set[jax.Device]) -> tuple[str, ...]:
+    """Why the persistent kernel cannot run a plan on these devices; empty if it can."""
+    if any(device.platform != "gpu" for device in devices):
+        return ("some ranks are not on a GPU",)
+    from shardfly_jax.executors import persistent  # Pallas takes a second to import, and only GPUs need it
+
+    return persistent.why_not(plan, devices)
+
+
+def make_executor(
+    plan: Plan, buffers: Mapping[Key, Shard], source_devices: set[jax.Device], choice: str = "auto"
+) -> Executor:
+    """Prepares a plan for repeated runs: the persistent kernel where it can, else the portable executor.
+
+    Raises:
+      RegistrationError: `choice` is `persistent`, and it cannot; the reasons are listed.
+    """
+    devices = source_devices | {shard.device for shard in buffers.values()}
+    if choice != "portable":
+        reasons = why_not_persistent(plan, devices)
+        if not reasons:
+            from shardfly_jax.executors.persistent import PersistentExecutor
+
+            return PersistentExecutor(plan, buffers)
+        if choice == "persistent":
+            raise RegistrationError(
+                f"registration: the persistent kernel cannot run this plan: {'; '.join(reasons)}. Use executor='auto'."
+            )
+    if is_host(devices):
+        return HostExecutor(plan, buffers)
+    return XlaExecutor(plan, buffers)
