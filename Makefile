@@ -10,7 +10,7 @@ ARGS =
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test check notebook bench clean
+.PHONY: help setup demo test test-gpu check notebook bench bench-gpu clean
 
 # A .venv that does not run, or that came along when a checkout was copied or moved (its editable install points to
 # the old folder), has no valid stamps.
@@ -40,6 +40,12 @@ notebook: $(TEST_STAMP) ## execute notebooks/*.ipynb in place
 
 bench: $(RUN_STAMP) ## run the benchmarks
 	$(PY) -m benchmarks $(ARGS)
+
+test-gpu: $(TEST_STAMP) ## the tests that need a GPU (pip install 'jax[cuda13]' into .venv first)
+	JAX_PLATFORMS=cuda,cpu $(PY) -m pytest -m "gpu or multigpu" $(ARGS)
+
+bench-gpu: $(RUN_STAMP) ## the persistent kernel against its bound and XLA
+	$(PY) -m benchmarks on_gpu $(ARGS)
 
 clean: ## remove build outputs and caches; .venv stays
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -9,6 +9,7 @@ timed, and the smallest model also with the mapping's meaning on the host.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -118,12 +119,8 @@ def measure(gpu: jax.Device, name: str, layers: int, dtype: str, on_host: bool) 
 
 def _written(plan: sf.Plan) -> int:
     """Bytes of all targets, shared aliases once."""
-    aliases = sum(
-        plan.families[i].layout.nbytes * plan.families[i].count
-        for i in plan.target_families
-        if plan.families[i].alias_of
-    )
-    return plan.target_nbytes - aliases
+    aliases = [plan.families[i] for i in plan.target_families if plan.families[i].alias_of]
+    return plan.target_nbytes - sum(family.layout.nbytes * family.count for family in aliases)
 
 
 def _compare(out: Any, built: dict[str, jax.Array]) -> int:
@@ -134,9 +131,8 @@ def _compare(out: Any, built: dict[str, jax.Array]) -> int:
     """
     names, leaves, _ = leaf_names(out)
     have = dict(zip(names, leaves, strict=True))
-    equal = jax.jit(
-        lambda a, b: (jax.lax.bitcast_convert_type(a, jnp.uint16) == jax.lax.bitcast_convert_type(b, jnp.uint16)).all()
-    )
+    bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.uint16)
+    equal = jax.jit(lambda a, b: (bits(a) == bits(b)).all())
     for key, array in built.items():
         name = key.partition(":")[2]
         if not bool(equal(have[name], array)):
