@@ -118,16 +118,23 @@ CHAINS: list[tuple[str, tuple[Step, ...], str]] = [
 ]
 
 
+PLATFORMS = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize(
     "chain", CHAINS, ids=[f"{s}-{'-'.join(type(x).__name__ for x in c)}-{t}" for s, c, t in CHAINS]
 )
-def test_conversions_agree_bit_for_bit_on_a_million_bit_patterns(chain: tuple[str, tuple[Step, ...], str]) -> None:
+def test_conversions_agree_bit_for_bit_on_a_million_bit_patterns(
+    chain: tuple[str, tuple[Step, ...], str], platform: str
+) -> None:
     rule = conversion(*chain)
     x = awkward_values(rule.source, 1 << 20, seed=len(rule.describe()))
     with np.errstate(all="ignore"):
         want = rule.apply(x)
-    jitted = jax.jit(lambda values: convert.apply(rule, values))
-    have = np.asarray(jitted(x)).view(want.dtype)
+    jitted = jax.jit(lambda values: convert.apply(rule, values), compiler_options=convert.EXACT)
+    on_device = jax.device_put(x, jax.local_devices(backend=platform)[0])
+    have = np.asarray(jitted(on_device)).view(want.dtype)
     fast = hostcopy.convert(rule, x)
     assert_same_values(fast, want)
     assert_same_values(have, want)

@@ -83,7 +83,7 @@ class XlaExecutor:
                 progress(self.plan.move_nbytes(move))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
+@functools.partial(jax.jit, static_argnums=(1, 2), compiler_options=convert.EXACT)
 def _gather_region(x: jax.Array, where: Region, conversion: Conversion, starts: jax.Array) -> jax.Array:
     flat = x.reshape(-1)
     if conversion.is_bits:
@@ -91,7 +91,7 @@ def _gather_region(x: jax.Array, where: Region, conversion: Conversion, starts: 
     return convert.apply(conversion, where.read(flat, starts))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
+@functools.partial(jax.jit, static_argnums=(1, 2), compiler_options=convert.EXACT)
 def _gather_elements(x: jax.Array, view: View, conversion: Conversion) -> jax.Array:
     lo, hi = _reach(view)
     values = lax.slice(x.reshape(-1), (lo,), (hi,))[indices(view.extents, view.strides)]
