@@ -29,7 +29,10 @@ def machine() -> dict[str, Any]:
             cpu = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
     except (OSError, StopIteration):
         pass
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    written = [":!benchmarks/results", ":!README.md"]  # by this program itself
+    commit = _git("rev-parse", "--short", "HEAD")
+    if commit and _git("status", "--porcelain", "--untracked-files=no", "--", ".", *written):
+        commit += "-dirty"
     return {
         "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -37,8 +40,13 @@ def machine() -> dict[str, Any]:
         "jax": jax.__version__,
         "numpy": np.__version__,
         # a machine that got the files without their history is told the commit
-        "commit": commit.stdout.strip() or os.environ.get("SHARDFLY_COMMIT", "unknown"),
+        "commit": commit or os.environ.get("SHARDFLY_COMMIT", "unknown"),
     }
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", *words], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
 def main() -> None:

@@ -236,6 +236,7 @@ class _Ranks:
         self.devices: list[jax.Device | None] = []
         self._rank_of: dict[Any, int] = {}
         self._meshes: dict[Any, np.ndarray] = {}
+        self._layouts: dict[Any, Layout] = {}
 
     def add(self, sharding: NamedSharding | SingleDeviceSharding) -> None:
         mesh = _mesh_of(sharding)
@@ -254,10 +255,15 @@ class _Ranks:
         self._meshes[mesh] = np.array([self._rank_of[key] for key in keys]).reshape(shape)
 
     def layout(self, shape: tuple[int, ...], dtype: str, sharding: NamedSharding | SingleDeviceSharding) -> Layout:
+        key = (shape, dtype, sharding)
+        if key in self._layouts:  # tensors of one kind share a layout, and what is computed from it
+            return self._layouts[key]
         mesh = _mesh_of(sharding)
         spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
         bounds = mesh_bounds(tuple(mesh.shape.items()), spec, shape)
-        return Layout.from_bounds(shape, dtype, self._meshes[mesh].ravel().tolist(), bounds)
+        layout = Layout.from_bounds(shape, dtype, self._meshes[mesh].ravel().tolist(), bounds)
+        self._layouts[key] = layout
+        return layout
 
     def replicas(self, shardings: Any) -> tuple[tuple[int, ...], ...]:
         if len(self._meshes) != 1:

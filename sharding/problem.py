@@ -193,7 +193,9 @@ class Problem:
         for i in sorted(names):
             layout = self._checked_layout(tree, names[i], expr, i)
             if layout is not None:
-                layouts[i] = shifted.setdefault(id(layout), (layout, layout.shifted(base)))[1]
+                if id(layout) not in shifted:
+                    shifted[id(layout)] = (layout, layout.shifted(base))
+                layouts[i] = shifted[id(layout)][1]
         for first, stop in runs(list(layouts.items())):
             self.families.append(Family(tree.name, pattern, first, stop - first, layouts[first], expr, alias_of))
 
@@ -335,14 +337,14 @@ class Problem:
                 if (member := pattern.format({FAMILY: i})) in self.tensors
             ]
             layouts = dict(known)
-            for i, layout in known:
-                if layout.overlap:
-                    one, two = layout.overlap
+            for first, stop in runs(known):
+                overlap = layouts[first].overlap
+                if overlap is not None:
+                    one, two = overlap
                     raise PlanError(
-                        f"overlap: the boxes {one} and {two} of source {pattern.format({FAMILY: i})!r} share "
+                        f"overlap: the boxes {one} and {two} of source {pattern.format({FAMILY: first})!r} share "
                         "elements, so that two ranks would send them. Give boxes that tile the tensor."
                     )
-            for first, stop in runs(known):
                 self.source_families.setdefault(name, []).append(len(self.families))
                 self.families.append(Family("", name, first, stop - first, layouts[first]))
 
