@@ -20,6 +20,14 @@ ALIGNMENT = 256
 
 
 def allocate(plan: Plan, trees: list[str], devices: Mapping[str, Mapping[int, jax.Device]]) -> dict[str, Any]:
+    """Zeroed buffers for every target, aliases sharing one: per tree, in its structure.
+
+    Args:
+      devices: Of each tree, by rank counted from 0.
+
+    Raises:
+      RegistrationError: The plan keeps targets that only an owner has.
+    """
     if plan.keep:
         raise RegistrationError(
             "registration: the plan keeps some targets untouched, but there is no owner that has them. Give the "

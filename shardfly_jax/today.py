@@ -44,9 +44,7 @@ def make_update(plan: Plan) -> Callable[[Any], dict[str, jax.Array]]:
         out = {}
         for name, family, i in wanted:
             assert family.expr is not None
-            fused = lang.outer_fuse(family.expr)
-            cuts = len(family.layout.cuts(fused.axis % len(family.layout.shape))) if fused else 1
-            out[name] = _build(family.expr, source, i, cuts).astype(family.layout.dtype)
+            out[name] = _build(family.expr, source, i, len(family.cuts)).astype(family.layout.dtype)
         return out
 
     def update(params: Any) -> dict[str, jax.Array]:

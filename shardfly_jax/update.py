@@ -16,7 +16,6 @@ from shardfly_jax.registry import Session
 from shardfly_jax.sharding.errors import NotRegistered, ParamsMismatch, PlanError, VerificationError
 from shardfly_jax.sharding.evaluate import evaluate
 from shardfly_jax.sharding.formats import dtype_name, np_dtype
-from shardfly_jax.sharding.language import outer_fuse
 from shardfly_jax.sharding.layouts import Box, Layout
 from shardfly_jax.sharding.moves import View
 from shardfly_jax.sharding.patterns import FAMILY, name_pattern
@@ -136,8 +135,6 @@ def _shards(leaves: list[Any], binding: _Binding) -> dict[Key, jax.Array]:
 def _bound(params_: Any, session: Session) -> tuple[list[Any], _Binding]:
     leaves, structure = leaves_of(params_)
     if session.binding is None or session.binding.structure != structure:
-        if session.binding is not None:
-            _explain_structure(params_, session)
         session.binding = _resolve(params_, session)
     faults = []
     for leaf, want in zip(leaves, session.binding.expected, strict=True):
@@ -180,22 +177,13 @@ def _needed(session: Session) -> dict[str, list[tuple[int, int]]]:
     return needed
 
 
-def _explain_structure(params_: Any, session: Session) -> None:
-    """Raises:
-    ParamsMismatch: Names are missing from a tree of another structure.
-    """
-    needed = _needed(session)
-    places, _, _ = leaf_places(params_, needed)
-    have = {name for name, _ in places}
-    if missing := [name for name in needed if name not in have]:
-        raise _mismatch([f"{name!r} is missing" for name in missing])
-
-
 def _resolve(params_: Any, session: Session) -> _Binding:
-    _explain_structure(params_, session)
     needed = _needed(session)
     families = session.plan.families
     places, leaves, structure = leaf_places(params_, needed)
+    have = {name for name, _ in places}
+    if missing := [name for name in needed if name not in have]:
+        raise _mismatch([f"{name!r} is missing" for name in missing])
     ranks = _rank_devices(params_, session, places, leaves)
     expected: list[_Expected | None] = []
     faults: list[str] = []
@@ -309,11 +297,11 @@ def verify(params_: Any, plan: Plan, *, progress: Callable[[int], None] | None =
     session.check_readable()
     leaves, binding = _bound(params_, session)
     session.check_alive()
+    arrays = _shards(leaves, binding)
     parts: dict[str, list[tuple[Key, jax.Array]]] = {}
-    for leaf, expect in zip(leaves, binding.expected, strict=True):
+    for expect in binding.expected:
         if expect is not None:
-            by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
-            parts.setdefault(expect.name, []).extend((key, by_device[device]) for key, device in expect.keys)
+            parts.setdefault(expect.name, []).extend((key, arrays[key]) for key, _ in expect.keys)
 
     def source(name: str, i: int) -> np.ndarray:
         return _whole(parts[name_pattern(name).format({FAMILY: i})], session)
@@ -357,11 +345,9 @@ def _meanings(session: Session, source: Callable[[str, int], np.ndarray]) -> Ite
     for index in session.plan.target_families:
         family = session.plan.families[index]
         assert family.expr is not None
-        fused = outer_fuse(family.expr)
-        cuts = family.layout.cuts(fused.axis % len(family.layout.shape)) if fused else ()
         expr = family.expr.astype(family.layout.dtype)
         for tensor in range(family.count):
-            yield index, tensor, evaluate(expr, source, family.first + tensor, cuts)
+            yield index, tensor, evaluate(expr, source, family.first + tensor, family.cuts)
 
 
 def _read(session: Session, key: Key) -> np.ndarray:

@@ -134,6 +134,12 @@ class MoveTable:
         """Memory of the table itself."""
         return sum(column.nbytes for column in self.columns.values())
 
+    def in_order(self) -> Iterator[tuple[Move, int]]:
+        """Every expansion in global order, as its move and k."""
+        moves = list(self)
+        for row, k in zip(*(index.tolist() for index in self.expanded()), strict=True):
+            yield moves[row], k
+
     def expanded(self) -> tuple[np.ndarray, np.ndarray]:
         """Row and k of every expansion, in global order.
 
@@ -146,6 +152,20 @@ class MoveTable:
         order = self.columns["order"][rows] + ks * self.columns["order_step"][rows]
         sorted_ = np.argsort(order, kind="stable")
         return rows[sorted_], ks[sorted_]
+
+
+Key = tuple[int, int, int]
+"""A local buffer: (family, tensor, rank)."""
+
+
+def source_key(move: Move, k: int) -> Key:
+    """The buffer that expansion `k` of a move reads; of rank -1 for a fill."""
+    return (move.source_family, move.source_tensor + k * move.source_tensor_step, move.source_rank)
+
+
+def target_key(move: Move, k: int) -> Key:
+    """The buffer that expansion `k` of a move writes."""
+    return (move.target_family, move.target_tensor + k * move.target_tensor_step, move.target_rank)
 
 
 class View(NamedTuple):

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import numpy as np
 
 from shardfly_jax.sharding.formats import Fill, itemsize
-from shardfly_jax.sharding.moves import Move
+from shardfly_jax.sharding.moves import Key, Move, source_key, target_key
 from shardfly_jax.sharding.plan import Plan
 
 ROWS, ELEMENTS = 1, 2
@@ -52,9 +52,6 @@ TARGET_STRIDE = SOURCE_STRIDE + 2 * DIMS
 WORDS = 48
 """Length of a record, so that records start on multiples of 64 bytes."""
 
-Key = tuple[int, int, int]
-"""(family, tensor, rank)."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpTable:
@@ -83,12 +80,9 @@ def make_table(plan: Plan, memory: Callable[[Key], object]) -> OpTable:
     buffers: dict[Key, int] = {}
     counters: dict[tuple[int, object], int] = {}
     records: list[list[int]] = []
-    moves = list(plan.moves)
     tiles = 0
-    for row, k in zip(*(index.tolist() for index in plan.moves.expanded()), strict=True):
-        move = moves[row]
-        target = (move.target_family, move.target_tensor + k * move.target_tensor_step, move.target_rank)
-        source = (move.source_family, move.source_tensor + k * move.source_tensor_step, move.source_rank)
+    for move, k in plan.moves.in_order():
+        source, target = source_key(move, k), target_key(move, k)
         if move.hop and memory(source) == memory(target):
             continue
         record = _record(plan, move, k)

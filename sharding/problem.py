@@ -43,6 +43,12 @@ class Family:
         return name_pattern(self.pattern).format({FAMILY: self.first + tensor})
 
     @property
+    def cuts(self) -> tuple[tuple[int, int], ...]:
+        """Ranges into which the ranks cut the axis of an outer fuse, in order; empty without one."""
+        fused = outer_fuse(self.expr) if self.expr is not None else None
+        return self.layout.cuts(fused.axis % len(self.layout.shape)) if fused else ()
+
+    @property
     def names(self) -> list[str]:
         """Names of all members."""
         return [self.name(k) for k in range(self.count)]
@@ -125,9 +131,10 @@ class Problem:
             self._make_units()
         if not self.faults and not self.units:
             self.faults.append("empty: no target would be written. Check that the mapping's patterns name the targets.")
+        if not self.faults:
+            self._add_source_families()
         if self.faults:
             raise PlanError(self.faults)
-        self._add_source_families()
 
     # --- targets: names to families
 
@@ -313,8 +320,7 @@ class Problem:
         fused = outer_fuse(family.expr)
         if fused is None:
             return ()
-        shape = family.layout.shape
-        cuts = family.layout.cuts(fused.axis % len(shape))
+        shape, cuts = family.layout.shape, family.cuts
         edges = [lo for lo, _ in cuts] + [shape[fused.axis]]
         if cuts[0][0] != 0 or [hi for _, hi in cuts] != edges[1:]:
             raise LanguageError(
@@ -341,7 +347,7 @@ class Problem:
                 overlap = layouts[first].overlap
                 if overlap is not None:
                     one, two = overlap
-                    raise PlanError(
+                    self.faults.append(
                         f"overlap: the boxes {one} and {two} of source {pattern.format({FAMILY: first})!r} share "
                         "elements, so that two ranks would send them. Give boxes that tile the tensor."
                     )

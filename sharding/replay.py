@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from shardfly_jax.sharding.moves import source_view, target_view
+from shardfly_jax.sharding.moves import source_key, source_view, target_key, target_view
 from shardfly_jax.sharding.plan import Plan
 
 Buffers = Callable[[int, int, int], np.ndarray]
@@ -21,16 +21,13 @@ def replay(plan: Plan, buffers: Buffers, writes: Buffers | None = None) -> None:
       buffers: Flat arrays of the families' dtypes; sources are read, targets are written.
       writes: If given, integer arrays of the targets' sizes that count how often each element was written.
     """
-    moves = list(plan.moves)
-    for row, k in zip(*(index.tolist() for index in plan.moves.expanded()), strict=True):
-        move = moves[row]
-        tensor = move.target_tensor + k * move.target_tensor_step
-        target = target_view(move).of(buffers(move.target_family, tensor, move.target_rank))
+    for move, k in plan.moves.in_order():
+        key = target_key(move, k)
+        target = target_view(move).of(buffers(*key))
         if move.source_rank < 0:
             value = np.empty(target.shape, target.dtype)
         else:
-            flat = buffers(move.source_family, move.source_tensor + k * move.source_tensor_step, move.source_rank)
-            value = source_view(move, k).of(flat)
+            value = source_view(move, k).of(buffers(*source_key(move, k)))
         target[...] = plan.conversions[move.convert].apply(value)
         if writes is not None:
-            target_view(move).of(writes(move.target_family, tensor, move.target_rank))[...] += 1
+            target_view(move).of(writes(*key))[...] += 1

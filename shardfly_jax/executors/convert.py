@@ -51,7 +51,7 @@ def apply(conversion: Conversion, x: jax.Array) -> jax.Array:
 
 
 def _opaque(value: float, shape: tuple[int, ...]) -> jax.Array:
-    """A constant that XLA cannot fold: it would turn a division into a product with the reciprocal."""
+    """A constant that XLA cannot fold into what stands around it."""
     return lax.optimization_barrier(jnp.broadcast_to(jnp.float32(value), shape))
 
 

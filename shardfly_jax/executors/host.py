@@ -21,7 +21,7 @@ import numpy as np
 from shardfly_jax.executors import hostcopy
 from shardfly_jax.executors.memory import Key, Shard, Sources, host_bytes
 from shardfly_jax.sharding.formats import Conversion, np_dtype
-from shardfly_jax.sharding.moves import Move, View, move_size, source_view, target_view
+from shardfly_jax.sharding.moves import Move, View, move_size, source_key, source_view, target_key, target_view
 from shardfly_jax.sharding.plan import Plan
 from shardfly_jax.sharding.schedule import CHUNK_NBYTES
 
@@ -58,29 +58,25 @@ class HostExecutor:
         self._read: set[Key] = set()
         self._shared_nbytes = 0
         self._hops: list[list[_Item]] = []
-        rows, ks = plan.moves.expanded()
-        moves = list(plan.moves)
-        for row, k in zip(rows.tolist(), ks.tolist(), strict=True):
-            hop = moves[row].hop
-            self._hops += [[] for _ in range(hop + 1 - len(self._hops))]
-            self._hops[hop] += self._items(moves[row], k)
+        for move, k in plan.moves.in_order():
+            self._hops += [[] for _ in range(move.hop + 1 - len(self._hops))]
+            self._hops[move.hop] += self._items(move, k)
 
     def _items(self, move: Move, k: int) -> Iterator[_Item]:
-        target_key = (move.target_family, move.target_tensor + k * move.target_tensor_step, move.target_rank)
+        source, target = source_key(move, k), target_key(move, k)
         conversion = self.plan.conversions[move.convert]
-        flat = self._targets[target_key].view(np_dtype(conversion.target))
+        flat = self._targets[target].view(np_dtype(conversion.target))
         write = target_view(move)
         if move.source_rank < 0:
             yield _Item(None, write, write.of(flat), conversion)
             return
-        source_key = (move.source_family, move.source_tensor + k * move.source_tensor_step, move.source_rank)
         if move.hop == 0:
-            self._read.add(source_key)
-        elif self.buffers[source_key].address == self.buffers[target_key].address:
+            self._read.add(source)
+        elif self.buffers[source].address == self.buffers[target].address:
             self._shared_nbytes += self.plan.move_nbytes(move)
             return  # an alias that shares its buffer
-        for part, target in _chunks(source_view(move, k), write, move_size(move) * flat.itemsize):
-            yield _Item(source_key, part, target.of(flat), conversion)
+        for read, part in _chunks(source_view(move, k), write, move_size(move) * flat.itemsize):
+            yield _Item(source, read, part.of(flat), conversion)
 
     def run(self, sources: Sources, progress: Callable[[int], None] | None = None) -> None:
         """Executes every move; see `Executor`."""

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-Key = tuple[int, int, int]
-"""(family, tensor, rank)."""
+from shardfly_jax.sharding.moves import Key as Key
+
 Sources = Callable[[int, int, int], jax.Array]
 """The single-device array that holds a source shard."""
 

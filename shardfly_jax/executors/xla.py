@@ -20,7 +20,7 @@ from shardfly_jax.executors.memory import Key, Shard, Sources
 from shardfly_jax.executors.strided import Region, indices, region
 from shardfly_jax.sharding.errors import StaleBuffer
 from shardfly_jax.sharding.formats import Conversion
-from shardfly_jax.sharding.moves import View, source_view, target_view
+from shardfly_jax.sharding.moves import View, source_key, source_view, target_key, target_view
 from shardfly_jax.sharding.plan import Plan
 
 
@@ -34,10 +34,7 @@ class XlaExecutor:
 
     def __init__(self, plan: Plan, buffers: Mapping[Key, Shard]):
         self.plan, self.buffers = plan, buffers
-        moves = list(plan.moves)
-        self._order = [
-            (moves[row], k) for row, k in zip(*(index.tolist() for index in plan.moves.expanded()), strict=True)
-        ]
+        self._order = list(plan.moves.in_order())
 
     def run(self, sources: Sources, progress: Callable[[int], None] | None = None) -> None:
         """Executes every move; see `Executor`.
@@ -63,15 +60,13 @@ class XlaExecutor:
 
     def _run(self, arrays: dict[int, jax.Array], sources: Sources, progress: Callable[[int], None] | None) -> None:
         for move, k in self._order:
-            target = self.buffers[
-                move.target_family, move.target_tensor + k * move.target_tensor_step, move.target_rank
-            ]
+            target = self.buffers[target_key(move, k)]
             conversion = self.plan.conversions[move.convert]
             written = target_view(move)
             if move.source_rank < 0:
                 piece = _fill(written.extents, conversion, target.device)
             else:
-                key = (move.source_family, move.source_tensor + k * move.source_tensor_step, move.source_rank)
+                key = source_key(move, k)
                 if move.hop and self.buffers[key].address == target.address:
                     if progress is not None:
                         progress(self.plan.move_nbytes(move))
