@@ -98,7 +98,7 @@ def measure(gpu: jax.Device, name: str, layers: int, dtype: str, on_host: bool) 
     session = plan.registered()
     assert session.executor is not None
     executor = session.executor
-    kernel = timed(lambda: executor.run(lambda *key: sources[key]))
+    kernel = timed(lambda: executor.start(sources)())
     after = (gpu.memory_stats() or {}).get("bytes_in_use", 0)
     sync = timed(lambda: sf.sync(params, plan))
     update = make_update(plan)

@@ -1,7 +1,4 @@
-"""Device code: raw addresses, tiles, conversions and the transfer kernel.
-
-Nothing is here yet; README.md says what will be.
-"""
+"""Device code: raw addresses, tiles, conversions and the transfer kernel."""
 
 if __name__ == "pallas_kernels":
     raise ImportError(

@@ -1,75 +1,168 @@
-"""Raw device addresses in Mosaic GPU kernels: the only place with inline MLIR and PTX.
+"""Raw device addresses in Mosaic GPU kernels: the only place with PTX.
 
-Everything here is called while a kernel body is being built, inside `plgpu.inline_mgpu`. Values are MLIR values; `i32`
-and `i64` in names are their types. One warpgroup of 128 threads runs the code.
+Global addresses are 64-bit `Int`s, shared-memory addresses 32-bit ones. One warpgroup of `THREADS` threads runs the
+code. Ordering: `fence` orders a thread's ordinary accesses; bulk copies go through another proxy, and `fence_async`
+orders the two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, scf
+from jax._src.lib.mlir.dialects import llvm
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
+from shardfly_jax.pallas_kernels.emit import Int, const, when
+
 THREADS = 128
-Value = Any
 
 
-def i32() -> ir.Type:
-    """The 32-bit integer type."""
-    return ir.IntegerType.get_signless(32)
-
-
-def i64() -> ir.Type:
-    """The 64-bit integer type."""
-    return ir.IntegerType.get_signless(64)
-
-
-def _constant(dtype: ir.Type, value: int) -> Value:
-    return arith.constant(dtype, value)  # type: ignore[arg-type,call-arg]  # the stubs are of the generated function
-
-
-def const32(value: int) -> Value:
-    """A 32-bit constant; values from 2^31 on wrap to negative ones."""
-    return _constant(i32(), value - (1 << 32) if value >= 1 << 31 else value)
-
-
-def const64(value: int) -> Value:
-    """A 64-bit constant."""
-    return _constant(i64(), value)
-
-
-def ptx(text: str, constraints: str, *args: Value) -> None:
+def ptx(text: str, constraints: str, *args: Int) -> None:
     """An instruction with effects and no result."""
-    llvm.inline_asm(ir.Type.parse("!llvm.void"), list(args), text, constraints, has_side_effects=True)
+    operands = [arg.value for arg in args]
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
 
 
-def ptx32(text: str, constraints: str, *args: Value) -> Value:
-    """An instruction with one 32-bit result."""
-    return llvm.inline_asm(i32(), list(args), text, constraints, has_side_effects=True)
+def ptx_value(text: str, constraints: str, *args: Int, bits: int = 32, pure: bool = False) -> Int:
+    """An instruction with one result; a pure one may be moved, merged and dropped."""
+    result = ir.IntegerType.get_signless(bits)
+    return Int(llvm.inline_asm(result, [arg.value for arg in args], text, constraints, has_side_effects=not pure))
 
 
-def ptx64(text: str, constraints: str, *args: Value) -> Value:
-    """An instruction with one 64-bit result."""
-    return llvm.inline_asm(i64(), list(args), text, constraints, has_side_effects=True)
+def _four(text: str, constraints: str, at: Int) -> list[Int]:
+    struct = llvm.StructType.get_literal([ir.IntegerType.get_signless(32)] * 4)
+    loaded = llvm.inline_asm(struct, [at.value], text, constraints, has_side_effects=True)
+    return [Int(llvm.extractvalue(ir.IntegerType.get_signless(32), loaded, [k])) for k in range(4)]
 
 
-def address(ref: Value) -> Value:
-    """Global address of a memref, i64."""
-    return llvm.ptrtoint(i64(), mgpu_utils.memref_ptr(ref))
+def address(ref: Any) -> Int:
+    """Global address of a memref."""
+    return Int(llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu_utils.memref_ptr(ref)))
 
 
-def shared_address(ref: Value) -> Value:
-    """Shared-memory address of a memref, i32."""
-    return llvm.ptrtoint(i32(), mgpu_utils.memref_ptr(ref))
+def shared_address(ref: Any) -> Int:
+    """Shared-memory address of a memref."""
+    return Int(llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu_utils.memref_ptr(ref)))
 
 
-def thread() -> Value:
-    """Number of this thread in its warpgroup, i32."""
-    return arith.remui(mgpu_utils.thread_idx(), const32(THREADS))
+def thread() -> Int:
+    """Number of this thread in its warpgroup."""
+    return Int(mgpu_utils.thread_idx()) % THREADS
+
+
+def clock_ns() -> Int:
+    """The GPU's clock, nanoseconds, 64 bits."""
+    return ptx_value("mov.u64 $0, %globaltimer;", "=l", bits=64)
+
+
+def sleep(nanoseconds: int) -> None:
+    """Pauses this thread for about so long."""
+    ptx(f"nanosleep.u32 {nanoseconds};", "")
+
+
+# Global memory.
+
+
+def load32(at: Int) -> Int:
+    """Four bytes."""
+    return ptx_value("ld.global.u32 $0, [$1];", "=r,l", at)
+
+
+def load_word(at: Int, word: int) -> Int:
+    """The `word`-th 32-bit word of a record."""
+    return load32(at + 4 * word)
+
+
+def load_pair(at: Int, word: int) -> Int:
+    """Two words of a record as 64 bits, the low one first."""
+    return load_word(at, word).wide() | load_word(at, word + 1).wide() << 32
+
+
+def load_element(at: Int, nbytes: int) -> list[Int]:
+    """1, 2, 4 or 8 bytes as 32-bit words, zero-extended."""
+    if nbytes == 8:
+        return [load32(at), load32(at + 4)]
+    return [ptx_value(f"ld.global.u{8 * nbytes} $0, [$1];", "=r,l", at)]
+
+
+def store_element(at: Int, words: Sequence[Int], nbytes: int) -> None:
+    """Stores the low bytes of 32-bit words."""
+    if nbytes == 8:
+        store_element(at, words[:1], 4)
+        store_element(at + 4, words[1:], 4)
+        return
+    ptx(f"st.global.u{8 * nbytes} [$0], $1;", "l,r", at, words[0])
+
+
+def load_vector(at: Int) -> list[Int]:
+    """16 aligned bytes that are read once, as four words."""
+    return _four("ld.global.L1::no_allocate.v4.u32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", at)
+
+
+def store_vector(at: Int, words: Sequence[Int]) -> None:
+    """Four words to 16 aligned bytes that are not read soon."""
+    ptx("st.global.cs.v4.u32 [$0], {$1, $2, $3, $4};", "l,r,r,r,r", at, *words)
+
+
+# Shared memory.
+
+
+def load_shared(at: Int) -> Int:
+    """Four bytes."""
+    return ptx_value("ld.shared.u32 $0, [$1];", "=r,r", at)
+
+
+def store_shared(at: Int, word: Int) -> None:
+    """Four bytes."""
+    ptx("st.shared.u32 [$0], $1;", "r,r", at, word)
+
+
+def load_shared_vector(at: Int) -> list[Int]:
+    """16 aligned bytes as four words."""
+    return _four("ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", at)
+
+
+def store_shared_vector(at: Int, words: Sequence[Int]) -> None:
+    """Four words to 16 aligned bytes."""
+    ptx("st.shared.v4.u32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r", at, *words)
+
+
+def permute_bytes(a: Int, b: Int, selector: int) -> Int:
+    """Four of the eight bytes of `b:a`, one hexadecimal digit of the selector each, the lowest first."""
+    return ptx_value(f"prmt.b32 $0, $1, $2, 0x{selector:04x};", "=r,r,r", a, b, pure=True)
+
+
+def unpack(words: Sequence[Int], nbytes: int) -> list[list[Int]]:
+    """Words as elements of 1, 2, 4 or 8 bytes: each a list of words, zero-extended."""
+    if nbytes == 8:
+        return [list(words[k : k + 2]) for k in range(0, len(words), 2)]
+    if nbytes == 4:
+        return [[word] for word in words]
+    mask = (1 << (8 * nbytes)) - 1
+    return [
+        [(word >> 8 * nbytes * k if k else word) & mask if k < 4 // nbytes - 1 else word >> 8 * nbytes * k]
+        for word in words
+        for k in range(4 // nbytes)
+    ]
+
+
+def pack(elements: Sequence[Sequence[Int]], nbytes: int) -> list[Int]:
+    """What `unpack` took apart."""
+    if nbytes >= 4:
+        return [word for element in elements for word in element]
+    per_word = 4 // nbytes
+    words = []
+    for start in range(0, len(elements), per_word):
+        (word,) = elements[start]
+        for k in range(1, per_word):
+            word = word | elements[start + k][0] << 8 * nbytes * k
+        words.append(word)
+    return words
+
+
+# Barriers and bulk copies.
 
 
 def barrier() -> None:
@@ -77,209 +170,32 @@ def barrier() -> None:
     mgpu_utils.warpgroup_barrier()
 
 
-def widen(value: Value) -> Value:
-    """Unsigned i32 to i64."""
-    return arith.extui(i64(), value)
-
-
-def add(*values: Value) -> Value:
-    """Sum of two or more."""
-    total = values[0]
-    for value in values[1:]:
-        total = arith.addi(total, value)
-    return total
-
-
-def times(a: Value, b: Value) -> Value:
-    """An unsigned i32 times an i64."""
-    return arith.muli(widen(a), b)
-
-
-def less(a: Value, b: Value) -> Value:
-    """Unsigned comparison."""
-    return arith.cmpi(arith.CmpIPredicate.ult, a, b)
-
-
-def equal(a: Value, b: Value) -> Value:
-    """Equality."""
-    return arith.cmpi(arith.CmpIPredicate.eq, a, b)
-
-
-@contextmanager
-def when(condition: Value) -> Iterator[None]:
-    """Code that runs where a condition holds."""
-    op = scf.IfOp(condition)  # type: ignore[call-arg]  # the stubs are of the generated class
-    with ir.InsertionPoint(op.then_block):
-        yield
-        scf.YieldOp([])
-
-
-def for_range(start: Value, stop: Value, step: Value, body: Callable[[Value], None]) -> None:
-    """`for k in range(start, stop, step)` over i32."""
-    loop = scf.ForOp(start, stop, step)  # type: ignore[call-arg]
-    with ir.InsertionPoint(loop.body):
-        body(loop.induction_variable)
-        scf.YieldOp([])
-
-
-def while_loop(
-    carry: Sequence[Value],
-    condition: Callable[..., tuple[Value, list[Value]]],
-    body: Callable[..., list[Value]],
-    extra: Sequence[ir.Type] = (),
-) -> list[Value]:
-    """A loop whose condition may compute values for its body.
-
-    Args:
-      carry: Initial values, passed to `condition`.
-      condition: Returns whether to go on, and what `body` gets: as many values as `carry` has, then the extra ones.
-      body: Returns the next carry.
-      extra: Types of the extra values.
-
-    Returns:
-      What `condition` last returned for `body`.
-    """
-    types = [value.type for value in carry]
-    loop = scf.WhileOp([*types, *extra], list(carry))
-    before = loop.before.blocks.append(*types)
-    with ir.InsertionPoint.at_block_begin(before):
-        go_on, passed = condition(*before.arguments)
-        scf.condition(go_on, passed)
-    after = loop.after.blocks.append(*[value.type for value in passed])
-    with ir.InsertionPoint.at_block_begin(after):
-        scf.yield_(body(*after.arguments))
-    return list(loop.results)
-
-
-def load32(at: Value) -> Value:
-    """Four bytes of global memory."""
-    return ptx32("ld.global.u32 $0, [$1];", "=r,l", at)
-
-
-def load_word(at: Value, word: int) -> Value:
-    """The `word`-th i32 of a record."""
-    return load32(arith.addi(at, const64(4 * word)))
-
-
-def load_pair(at: Value, word: int) -> Value:
-    """Two words of a record as i64, the low one first."""
-    return _pair(load_word(at, word), load_word(at, word + 1))
-
-
-def _pair(low: Value, high: Value) -> Value:
-    return arith.ori(arith.shli(widen(high), const64(32)), widen(low))
-
-
-def load_element(at: Value, nbytes: int) -> list[Value]:
-    """1, 2, 4 or 8 bytes as i32 words, zero-extended."""
-    if nbytes == 8:
-        return [load32(at), load32(arith.addi(at, const64(4)))]
-    return [ptx32(f"ld.global.u{8 * nbytes} $0, [$1];", "=r,l", at)]
-
-
-def load_words(at: Value) -> list[Value]:
-    """16 aligned bytes of global memory as four words."""
-    struct = llvm.StructType.get_literal([i32()] * 4)
-    loaded = llvm.inline_asm(
-        struct, [at], "ld.global.v4.u32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", has_side_effects=True
-    )
-    return [llvm.extractvalue(i32(), loaded, [k]) for k in range(4)]
-
-
-def unpack(words: Sequence[Value], nbytes: int) -> list[Value]:
-    """Words as elements of 1, 2 or 4 bytes, zero-extended."""
-    if nbytes == 4:
-        return list(words)
-    mask = const32((1 << (8 * nbytes)) - 1)
-    return [
-        arith.andi(arith.shrui(word, const32(8 * nbytes * k)) if k else word, mask)
-        for word in words
-        for k in range(4 // nbytes)
-    ]
-
-
-def pack(elements: Sequence[Value], nbytes: int) -> list[Value]:
-    """Elements of 1, 2 or 4 bytes, zero-extended, as words."""
-    per_word = 4 // nbytes
-    words = []
-    for start in range(0, len(elements), per_word):
-        word = elements[start]
-        for k in range(1, per_word):
-            word = arith.ori(word, arith.shli(elements[start + k], const32(8 * nbytes * k)))
-        words.append(word)
-    return words
-
-
-def store_words(at: Value, words: Sequence[Value]) -> None:
-    """Words to global memory, as many at a time as their number allows; the address is aligned to that."""
-    size = next(n for n in (4, 2, 1) if len(words) % n == 0)
-    for start in range(0, len(words), size):
-        names = ", ".join(f"${k + 1}" for k in range(size))
-        value = f"{{{names}}}" if size > 1 else names
-        suffix = f".v{size}" if size > 1 else ""
-        to = arith.addi(at, const64(4 * start))
-        ptx(f"st.global{suffix}.u32 [$0], {value};", ",".join(["l"] + ["r"] * size), to, *words[start : start + size])
-
-
-def all_of(*conditions: Value) -> Value:
-    """Conjunction."""
-    result = conditions[0]
-    for condition in conditions[1:]:
-        result = arith.andi(result, condition)
-    return result
-
-
-def is_multiple(of: int, *values: Value) -> Value:
-    """Whether all i64 values are multiples of a power of two."""
-    bits = values[0]
-    for value in values[1:]:
-        bits = arith.ori(bits, value)
-    return equal(arith.andi(bits, const64(of - 1)), const64(0))
-
-
-def store_element(at: Value, words: Sequence[Value], nbytes: int) -> None:
-    """Stores the low bytes of i32 words."""
-    if nbytes == 8:
-        store_element(at, words[:1], 4)
-        store_element(arith.addi(at, const64(4)), words[1:], 4)
-        return
-    ptx(f"st.global.u{8 * nbytes} [$0], $1;", "l,r", at, words[0])
-
-
-def init_barriers(at: Value, count: int) -> None:
-    """Barriers in shared memory that wait for one arrival each, 8 bytes apart."""
-    with when(equal(thread(), const32(0))):
-        for k in range(count):
-            ptx("mbarrier.init.shared::cta.b64 [$0], 1;", "r", arith.addi(at, const32(8 * k)))
+def init_barrier(at: Int) -> None:
+    """A barrier of 8 bytes in shared memory that waits for one arrival."""
+    with when(thread() == 0):
+        ptx("mbarrier.init.shared::cta.b64 [$0], 1;", "r", at)
         ptx("fence.mbarrier_init.release.cluster;", "")
     barrier()
 
 
-def expect_bytes(at: Value, nbytes: Value) -> None:
+def expect_bytes(at: Int, nbytes: Int) -> None:
     """Arrives at a barrier, which then waits for `nbytes` of bulk loads."""
     ptx("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", "r,r", at, nbytes)
 
 
-def wait_barrier(at: Value, parity: Value) -> None:
+def wait_barrier(at: Int, parity: Int) -> None:
     """Waits until a barrier has passed the phase of a parity."""
-    ptx(
-        "{ .reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra WAIT; }", "r,r", at, parity
-    )
+    text = "{ .reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra WAIT; }"
+    ptx(text, "r,r", at, parity)
 
 
-def bulk_load(shared: Value, at: Value, nbytes: Value, barrier_at: Value) -> None:
+def bulk_load(shared: Int, at: Int, nbytes: Int, barrier_at: Int) -> None:
     """Global to shared memory; everything a multiple of 16."""
-    ptx(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
-        "r,l,r,r",
-        shared,
-        at,
-        nbytes,
-        barrier_at,
-    )
+    text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
+    ptx(text, "r,l,r,r", shared, at, nbytes, barrier_at)
 
 
-def bulk_store(at: Value, shared: Value, nbytes: Value) -> None:
+def bulk_store(at: Int, shared: Int, nbytes: Int) -> None:
     """Shared to global memory; everything a multiple of 16."""
     ptx("cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;", "l,r,r", at, shared, nbytes)
 
@@ -289,36 +205,56 @@ def commit_stores() -> None:
     ptx("cp.async.bulk.commit_group;", "")
 
 
-def wait_stores(pending: int, *, read: bool) -> None:
-    """Until at most `pending` of this thread's groups are unfinished, or (`read`) have not read their source."""
-    ptx(f"cp.async.bulk.wait_group{'.read' if read else ''} {pending};", "")
-
-
-def sync_warp() -> None:
-    """Waits for the threads of the warp."""
-    ptx("bar.warp.sync 0xffffffff;", "")
+def wait_stores(*, read: bool) -> None:
+    """Until this thread's bulk stores are finished, or (`read`) have at least read their source."""
+    ptx(f"cp.async.bulk.wait_group{'.read' if read else ''} 0;", "")
 
 
 def fence_async() -> None:
-    """Orders ordinary accesses of global memory with bulk copies."""
+    """Orders ordinary accesses with bulk copies."""
     ptx("fence.proxy.async;", "")
 
 
-def atomic_add(at: Value, value: Value) -> Value:
-    """Adds to a word of global memory, without ordering; the old value."""
-    return ptx32("atom.relaxed.gpu.global.add.u32 $0, [$1], $2;", "=r,l,r", at, value)
+# What other threads see, on this device ("gpu") or on all ("sys").
 
 
-def raise_counter(at: Value) -> None:
+def fence(scope: str) -> None:
+    """Orders this thread's accesses before it with those after it."""
+    ptx(f"fence.acq_rel.{scope};", "")
+
+
+def atomic_add(at: Int, value: int, order: str, *, only: Int) -> Int:
+    """Adds to a word where `only` holds, `relaxed` or ordered both ways (`acq_rel`); the old value, elsewhere 0."""
+    add = f"@p atom.{order}.gpu.global.add.u32 $0, [$1], $2;"
+    text = f"{{ .reg .pred p; setp.ne.u32 p, $3, 0; mov.u32 $0, 0; {add} }}"
+    return ptx_value(text, "=&r,l,r,r", at, const(value), only.where(const(1), 0))
+
+
+def raise_counter(at: Int, scope: str) -> None:
     """Adds one to a counter after everything this thread did before."""
-    ptx("fence.acq_rel.gpu; red.release.gpu.global.add.u32 [$0], 1;", "l", at)
+    ptx(f"red.release.{scope}.global.add.u32 [$0], 1;", "l", at)
 
 
-def read_counter(at: Value) -> Value:
+def read_counter(at: Int) -> Int:
     """A counter, before everything this thread does afterwards."""
-    return ptx32("ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", at)
+    return ptx_value("ld.acquire.sys.global.u32 $0, [$1];", "=r,l", at)
 
 
-def clock_ns() -> Value:
-    """The GPU's clock, nanoseconds, i64."""
-    return ptx64("mov.u64 $0, %globaltimer;", "=l")
+def read_word(at: Int) -> Int:
+    """A word that other threads change, without ordering."""
+    return ptx_value("ld.relaxed.gpu.global.u32 $0, [$1];", "=r,l", at)
+
+
+def set_if_zero(at: Int, value: Int) -> None:
+    """Sets a word that is zero."""
+    ptx("{ .reg .u32 old; atom.relaxed.gpu.global.cas.b32 old, [$0], 0, $1; }", "l,r", at, value)
+
+
+def read_flag(at: Int) -> Int:
+    """64 bits that another device may have written, before everything this thread does afterwards."""
+    return ptx_value("ld.acquire.sys.global.u64 $0, [$1];", "=l,l", at, bits=64)
+
+
+def write_flag(at: Int, value: Int) -> None:
+    """64 bits for another device, after everything this thread did before."""
+    ptx("st.release.sys.global.u64 [$0], $1;", "l,l", at, value)

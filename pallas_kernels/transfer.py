@@ -1,18 +1,22 @@
-"""The persistent transfer kernel: one launch executes a device's op table.
+"""The persistent transfer kernel: one launch executes one phase of an update on one device.
 
 Protocol
-  claim: blocks take batches of `CLAIM` tiles from one counter, in order, and do them in order. A tile waits only for
-    tiles of smaller numbers, and the block that holds the smallest unfinished one can always go on: no deadlock,
-    whatever the number of blocks.
-  counters: every tile of a record with `SIGNAL` raises a counter after its stores are visible on the device; a record
-    with `WAIT` starts when its counter has reached `WAIT_COUNT` for this update. Counters are never reset: update e
-    waits for e * WAIT_COUNT (modulo 2^32).
-  buffers: a block has two tiles of shared memory. A tile is overwritten by the load after next, once its stores have
-    been read (`wait_stores(1, read=True)`).
-  deadline: a wait that lasts longer sets `state[ERROR]`; then no wait lasts, and what was written is void.
+  attempt: 64 bits, session number and epoch. A flag *stands* when it equals the attempt of this launch; one of a later
+    epoch means that this launch comes too late, and it writes nothing.
+  heads: before its first tile, every block waits until the flags of the devices that it writes to stand.
+  claims: blocks take batches of `CLAIM` tiles from one counter, in order, and do them in order; the next batch is
+    claimed while one is done. A tile waits only for tiles of smaller numbers, and the block that holds the smallest
+    unfinished one can always go on: no deadlock, whatever the number of blocks.
+  counters: every tile of a record with `SIGNAL` raises a counter, on the target's device, after its stores are visible
+    there; a record with `WAIT` starts when its counter has reached `WAIT_COUNT`. *ready* zeroes the counters before it
+    lets anybody write.
+  end: a block counts itself as finished after its stores are visible everywhere. The last one tells other devices,
+    waits for the flags of those that write here (tails), notes the version, reports, and zeroes the private words.
+  deadline: a wait that goes on when the launch has lasted longer sets `ERROR`. Then no block starts another tile,
+    nobody is told, and the report says which wait it was. What was written is void.
 
-Operands: the table, this launch's numbers and buffer addresses, and the state, which is changed in place. Nothing about
-a model or plan is compiled in but the set of conversions. All of it is one warpgroup's code, emitted by `addresses`.
+Operands: the table, this launch's numbers and addresses, and the state, which is changed in place. Nothing about a
+model or plan is compiled in but the set of conversions. All of it is one warpgroup's code.
 """
 
 from __future__ import annotations
@@ -22,349 +26,380 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax._src.lib.mlir.dialects import arith
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from shardfly_jax.pallas_kernels import addresses as m
-from shardfly_jax.sharding import optable as t
-from shardfly_jax.sharding.formats import Cast, Conversion, Divide, Fill, MulAdd, itemsize, np_dtype, number
+from shardfly_jax.pallas_kernels import addresses as m, tiles
+from shardfly_jax.pallas_kernels.conversions import fills
+from shardfly_jax.pallas_kernels.emit import Int, const, for_range, if_else, when, while_loop
+from shardfly_jax.sharding import records as r
+from shardfly_jax.sharding.formats import Conversion
 
-CLAIMED, ERROR, COUNTERS = range(3)
-"""Words of the state."""
-N_TILES, CLAIM_BASE, EPOCH, DEADLINE_MS, BASES = range(5)
-"""Words of a launch: numbers, then two words of address per buffer."""
-BUFFERS = 2
-BLOCKS_PER_SM = 6
-CLAIM = 4
-"""Tiles per claim: claims of one counter are served one after the other."""
-LOADS_IN_FLIGHT = 8
-"""Vector loads that a thread issues before it stores the first one."""
+CLAIMED, FINISHED, ERROR, LAUNCHES, VERSION, POISONED = range(6)
+"""Words of a state before its flags."""
+(
+    N_TILES,
+    DEADLINE_MS,
+    SESSION,
+    EPOCH,
+    NEW_VERSION,  # what VERSION becomes at the end; -1: stays, and POISONED is set
+    COUNTERS,  # first counter of the state
+    RESET,  # how many counters are zeroed before anything else
+    N_HEADS,
+    N_TAILS,
+    N_TELLS,
+    LISTS,  # heads and tails: words of the own state; tells: pairs of buffer and word of its state; see `launch_size`
+) = range(11)
+"""Words of a launch."""
+HEAD, TAIL, COUNTER = 1, 2, 3
+"""Kinds of error: what was waited for; the rest of the word says which one."""
+LATE = 4
+"""Kind of error: an attempt of a later epoch has begun."""
+ERROR_SHIFT = 28
+CLAIM = 2
+"""Tiles per claim."""
+POLL_NS = 100
+
+
+def launch_size(flags: int, buffers: int) -> tuple[int, int, int, int]:
+    """Where the parts of a launch lie.
+
+    Args:
+      flags: Room for so many heads, tails and tells each.
+      buffers: Room for so many addresses.
+
+    Returns:
+      Words before the tails, the tells and the addresses, and of the whole.
+    """
+    tails, tells = LISTS + flags, LISTS + 2 * flags
+    bases = tells + 2 * flags
+    return tails, tells, bases, bases + 2 * buffers
 
 
 @functools.lru_cache(maxsize=64)
-def make_kernel(conversions: tuple[Conversion, ...], blocks: int) -> Callable[..., jax.Array]:
+def make_kernel(
+    conversions: tuple[Conversion, ...], blocks: int, flags: int, room: int = 0
+) -> Callable[..., jax.Array]:
     """The kernel for plans with these conversions.
 
     Args:
       conversions: What the `CONVERT` words name.
-      blocks: At most as many as run at once.
+      blocks: Of the launch.
+      flags: Room for heads, tails and tells, see `launch_size`.
+      room: Bytes of shared memory that each block takes besides, so that fewer share a multiprocessor.
 
     Returns:
-      `kernel(table, launch, state)`: int32 [records * WORDS], [BASES + 2 * buffers], [COUNTERS + counters]; it changes
-      `state` in place and returns int32 [1], 0 if all went well.
+      `kernel(table, launch, state)`: int32 [records * WORDS], [words], [words]; it changes the state in place and
+      returns int32 [2]: the error, 0 if all went well, and the version.
     """
 
-    def body(table, launch, state, out, tile, barriers, shared):  # type: ignore[no-untyped-def]
-        refs = (table, launch, state, out, tile, barriers, shared)
+    def body(table, launch, state, out, tile, barrier, shared, _room):  # type: ignore[no-untyped-def]
+        state[LAUNCHES] = state[LAUNCHES] + 1  # JAX keeps the launch because it sees this write; its value is nobody's
+        refs = (table, launch, state, out, tile, barrier, shared)
 
         @plgpu.inline_mgpu(arg_types=tuple(plgpu.RefType() for _ in refs))
         def run(_, *memrefs):  # type: ignore[no-untyped-def]
-            _Block(conversions, *memrefs).run()
+            globals_, shared_ = memrefs[:4], memrefs[4:]
+            Block(conversions, blocks, flags, *map(m.address, globals_), *map(m.shared_address, shared_)).run()
 
         run(*refs)
 
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((1,), jnp.int32),
+        out_type=jax.ShapeDtypeStruct((2,), jnp.int32),
         grid=(blocks,),
         grid_names=("block",),
         scratch_types=[
-            plgpu.SMEM((BUFFERS * t.ROWS_TILE_NBYTES // 4,), jnp.int32),
-            plgpu.SMEM((2 * BUFFERS,), jnp.int32),
+            plgpu.SMEM((r.TILE_NBYTES // 4,), jnp.int32),
+            plgpu.SMEM((2,), jnp.int32),
             plgpu.SMEM((4,), jnp.int32),
+            plgpu.SMEM((max(room // 4, 1),), jnp.int32),
         ],
     )
 
 
-class _Block:
-    """Emits the code of one block."""
+class Block:
+    """Emits the code of one block.
 
-    def __init__(self, conversions, table, launch, state, out, tile, barriers, shared):  # type: ignore[no-untyped-def]
-        self.conversions = conversions
-        self.table, self.launch, self.state, self.out = (m.address(ref) for ref in (table, launch, state, out))
-        self.tile, self.barriers, self.shared = (m.shared_address(r) for r in (tile, barriers, shared))
+    Args:
+      conversions, blocks, flags: As for `make_kernel`.
+      table, launch, state, out: Global addresses.
+      tile, barrier, shared: Shared-memory addresses: of a tile, an mbarrier, and four words: the batch, the error of
+        a wait, and when this block started.
+    """
+
+    def __init__(
+        self,
+        conversions: tuple[Conversion, ...],
+        blocks: int,
+        flags: int,
+        table: Int,
+        launch: Int,
+        state: Int,
+        out: Int,
+        tile: Int,
+        barrier: Int,
+        shared: Int,
+    ):
+        self.conversions, self.blocks = conversions, blocks
+        self.table, self.launch, self.state, self.out = table, launch, state, out
+        self.tile, self.barrier, self.shared = tile, barrier, shared
         self.thread = m.thread()
-        self.n_tiles, self.claim_base, self.epoch, self.deadline = (m.load_word(self.launch, k) for k in range(BASES))
-        self.bases = arith.addi(self.launch, m.const64(4 * BASES))
-        self.error_at = arith.addi(self.state, m.const64(4 * ERROR))
+        self.leads = self.thread == 0
+        self.tails_at, self.tells_at, self.bases_at, _ = launch_size(flags, 0)
+
+    # Read again where they are needed: registers are short.
+
+    @property
+    def n_tiles(self) -> Int:
+        """Tiles of the table."""
+        return m.load_word(self.launch, N_TILES)
+
+    @property
+    def attempt(self) -> Int:
+        """Session number and epoch."""
+        return m.load_pair(self.launch, SESSION)
+
+    @property
+    def counters(self) -> Int:
+        """Address of the first counter of the own state."""
+        return self.state + m.load_word(self.launch, COUNTERS) * const(4, 64)
 
     def run(self) -> None:
-        m.init_barriers(self.barriers, BUFFERS)
-        zero = m.const32(0)
+        """The whole kernel."""
+        m.init_barrier(self.barrier)
+        zero = const(0)
+        self.reset()
+        with when(self.leads):
+            start = m.clock_ns()
+            m.store_shared(self.shared + 8, start.low())
+            m.store_shared(self.shared + 12, (start >> 32).low())
+            for_range(zero, m.load_word(self.launch, N_HEADS), 1, self.await_head)
 
-        def has_batch(record, uses):  # type: ignore[no-untyped-def]
-            first = arith.muli(arith.subi(self.claim(), self.claim_base), m.const32(CLAIM))
-            return m.less(first, self.n_tiles), [record, uses, first]
+        def has_batch(claimed: Int, record: Int, parity: Int) -> tuple[Int, list[Int]]:
+            batch = self.broadcast(claimed)
+            return batch * CLAIM < self.n_tiles, [batch, record, parity]
 
-        def do_batch(record, uses, first):  # type: ignore[no-untyped-def]
-            stop = arith.minui(arith.addi(first, m.const32(CLAIM)), self.n_tiles)
+        def do_batch(batch: Int, record: Int, parity: Int) -> list[Int]:
+            claimed = self.claim()  # arrives while the tiles are done
+            first = batch * CLAIM
+            stop = (first + CLAIM).at_most(self.n_tiles)
 
-            def has_tile(record, uses, number):  # type: ignore[no-untyped-def]
-                return m.less(number, stop), [record, uses, number]
+            def has_tile(record: Int, parity: Int, number: Int) -> tuple[Int, list[Int]]:
+                return number < stop, [record, parity, number]
 
-            def do_tile(record, uses, number):  # type: ignore[no-untyped-def]
+            def do_tile(record: Int, parity: Int, number: Int) -> list[Int]:
                 record = self.seek(record, number)
-                at = arith.addi(self.table, m.times(record, m.const64(4 * t.WORDS)))
-                return [record, self.do_tile(at, number, uses), arith.addi(number, m.const32(1))]
+                return [record, self.do_tile(self.record_at(record), record, number, parity), number + 1]
 
-            return m.while_loop([record, uses, first], has_tile, do_tile)[:2]
+            record, parity, _ = while_loop([record, parity, first], has_tile, do_tile)
+            return [claimed, record, parity]
 
-        m.while_loop([zero, zero], has_batch, do_batch, [m.i32()])
-        with m.when(m.less(self.thread, m.const32(32))):
-            m.wait_stores(0, read=False)
-        with m.when(m.equal(self.thread, zero)):
-            m.store_element(self.out, [m.load32(self.error_at)], 4)
+        while_loop([self.claim(), zero, zero], has_batch, do_batch)
+        self.end()
 
-    def claim(self):  # type: ignore[no-untyped-def]
-        """The number of the next batch, counted from the first launch."""
-        with m.when(m.equal(self.thread, m.const32(0))):
-            number = m.atomic_add(arith.addi(self.state, m.const64(4 * CLAIMED)), m.const32(1))
-            m.ptx("st.shared.u32 [$0], $1;", "r,r", self.shared, number)
+    def reset(self) -> None:
+        """Zeroes as many counters as the launch says."""
+        count, counters, zero = m.load_word(self.launch, RESET), self.counters, const(0)
+        for_range(self.thread, count, m.THREADS, lambda k: m.store_element(counters + k * const(4, 64), [zero], 4))
+        with when(self.leads & (count != 0)):
+            m.store_element(self.state + 4 * POISONED, [const(1)], 4)
+
+    def claim(self) -> Int:
+        """Claims a batch: its number in the leading thread, not waited for."""
+        return m.atomic_add(self.state + 4 * CLAIMED, 1, "relaxed", only=self.leads)
+
+    def broadcast(self, claimed: Int) -> Int:
+        """The leading thread's batch for all; after an error one that does not exist."""
+        with when(self.leads):
+            failed = m.read_word(self.state + 4 * ERROR) != 0
+            m.store_shared(self.shared, failed.where(const(1 << 30), claimed))
         m.barrier()
-        number = m.ptx32("ld.shared.u32 $0, [$1];", "=r,r", self.shared)
+        batch = m.load_shared(self.shared)
         m.barrier()
-        return number
+        return batch
 
-    def seek(self, record, number):  # type: ignore[no-untyped-def]
-        def condition(record):  # type: ignore[no-untyped-def]
-            at = arith.addi(self.table, m.times(record, m.const64(4 * t.WORDS)))
-            return arith.cmpi(arith.CmpIPredicate.ule, m.load_word(at, t.END_TILE), number), [record]
+    def record_at(self, record: Int) -> Int:
+        """Address of a record."""
+        return self.table + record * const(4 * r.WORDS, 64)
 
-        return m.while_loop([record], condition, lambda record: [arith.addi(record, m.const32(1))])[0]
+    def seek(self, record: Int, number: Int) -> Int:
+        """The record of a tile, from one at or before it."""
 
-    def do_tile(self, at, number, uses):  # type: ignore[no-untyped-def]
+        def condition(record: Int) -> tuple[Int, list[Int]]:
+            return m.load_word(self.record_at(record), r.END_TILE) <= number, [record]
+
+        return while_loop([record], condition, lambda record: [record + 1])[0]
+
+    def base(self, index: Int) -> Int:
+        """Address of a buffer."""
+        return m.load_pair(self.launch + index * const(8, 64), self.bases_at)
+
+    def do_tile(self, at: Int, record: Int, number: Int, parity: Int) -> Int:
+        """Waits for, moves and signals one tile; returns the barrier's parity after it."""
         word = functools.partial(m.load_word, at)
-        n = [word(t.EXTENT + d) for d in range(t.DIMS)]
-        rest = arith.subi(number, word(t.FIRST_TILE))
-        index = [None] * t.DIMS
-        for d, extent in ((4, word(t.TILES_4)), (3, word(t.TILES_3)), (2, n[2]), (1, n[1])):
-            index[d], rest = arith.remui(rest, extent), arith.divui(rest, extent)
-        index[0] = rest
-        tile = {3: word(t.TILE_3), 4: word(t.TILE_4)}
-        count = {}
-        for d in (3, 4):
-            index[d] = arith.muli(index[d], tile[d])
-            count[d] = arith.minui(tile[d], arith.subi(n[d], index[d]))
-        read = [m.load_pair(at, t.SOURCE_STRIDE + 2 * d) for d in range(t.DIMS)]
-        write = [m.load_pair(at, t.TARGET_STRIDE + 2 * d) for d in range(t.DIMS)]
-        steps = [m.times(i, stride) for i, stride in zip(index, read, strict=True)]
-        source = m.add(self.base(word(t.SOURCE)), m.load_pair(at, t.SOURCE_OFFSET), *steps)
-        steps = [m.times(i, stride) for i, stride in zip(index, write, strict=True)]
-        target = m.add(self.base(word(t.TARGET)), m.load_pair(at, t.TARGET_OFFSET), *steps)
-        wait, signal = word(t.WAIT), word(t.SIGNAL)
-        none = m.const32(-1)
-        with m.when(arith.cmpi(arith.CmpIPredicate.ne, wait, none)):
-            self.wait(wait, word(t.WAIT_COUNT))
-        is_rows = m.equal(word(t.KIND), m.const32(t.ROWS))
-        signals = arith.cmpi(arith.CmpIPredicate.ne, signal, none)
-        signal_at = arith.addi(self.state, m.const64(4 * COUNTERS))
-        signal_at = arith.addi(signal_at, m.times(signal, m.const64(4)))
-        with m.when(arith.andi(is_rows, m.less(self.thread, m.const32(32)))):
-            self.rows(source, target, count, read[3], write[3], uses, signals, signal_at)
-        not_rows = arith.cmpi(arith.CmpIPredicate.ne, word(t.KIND), m.const32(t.ROWS))
-        with m.when(not_rows):
-            self.elements(word(t.CONVERT), source, target, count, read, write)
-            with m.when(signals):
-                m.ptx("fence.acq_rel.gpu;", "")
-                m.barrier()
-                with m.when(m.equal(self.thread, m.const32(0))):
-                    m.raise_counter(signal_at)
-        return arith.select(is_rows, arith.addi(uses, m.const32(1)), uses)
+        kind, convert = word(r.KIND), word(r.CONVERT)
+        tile = self.decode(at, number)
 
-    def base(self, index):  # type: ignore[no-untyped-def]
-        index = arith.maxsi(index, m.const32(0))  # a fill reads nothing
-        return m.load_pair(arith.addi(self.bases, m.times(index, m.const64(8))), 0)
-
-    def wait(self, counter, count):  # type: ignore[no-untyped-def]
-        at = arith.addi(self.state, m.const64(4 * COUNTERS))
-        at = arith.addi(at, m.times(counter, m.const64(4)))
-        wanted = arith.muli(count, self.epoch)
-        start = m.clock_ns()
-        limit = m.times(self.deadline, m.const64(1_000_000))
-
-        def condition(zero):  # type: ignore[no-untyped-def]
-            missing = arith.subi(wanted, m.read_counter(at))
-            late = arith.cmpi(arith.CmpIPredicate.ugt, arith.subi(m.clock_ns(), start), limit)
-            with m.when(late):
-                m.store_element(self.error_at, [m.const32(1)], 4)
-            not_yet = arith.cmpi(arith.CmpIPredicate.sgt, missing, m.const32(0))
-            return m.all_of(not_yet, m.equal(m.load32(self.error_at), m.const32(0))), [zero]
-
-        m.while_loop([m.const32(0)], condition, lambda zero: [zero])
-        m.fence_async()
-
-    def rows(self, source, target, count, read, write, uses, signals, signal_at):  # type: ignore[no-untyped-def]
-        """One warp moves `count[3]` rows of `count[4]` bytes through one buffer."""
-        slot = arith.remui(uses, m.const32(BUFFERS))
-        parity = arith.remui(arith.divui(uses, m.const32(BUFFERS)), m.const32(2))
-        buffer = arith.addi(self.tile, arith.muli(slot, m.const32(t.ROWS_TILE_NBYTES)))
-        barrier = arith.addi(self.barriers, arith.muli(slot, m.const32(8)))
-        m.wait_stores(BUFFERS - 1, read=True)
-        m.sync_warp()
-        with m.when(m.equal(self.thread, m.const32(0))):
-            m.expect_bytes(barrier, arith.muli(count[3], count[4]))
-        m.sync_warp()
-
-        def load(row):  # type: ignore[no-untyped-def]
-            shared = arith.addi(buffer, arith.muli(row, count[4]))
-            m.bulk_load(shared, arith.addi(source, m.times(row, read)), count[4], barrier)
-
-        def store(row):  # type: ignore[no-untyped-def]
-            shared = arith.addi(buffer, arith.muli(row, count[4]))
-            m.bulk_store(arith.addi(target, m.times(row, write)), shared, count[4])
-
-        m.for_range(self.thread, count[3], m.const32(32), load)
-        m.wait_barrier(barrier, parity)
-        m.for_range(self.thread, count[3], m.const32(32), store)
-        m.commit_stores()
-        with m.when(signals):
-            m.wait_stores(0, read=False)
+        def wait() -> Int:
+            with when(self.leads):
+                self.await_counter(record, word(r.WAIT), word(r.WAIT_COUNT))
+                m.store_shared(self.shared + 4, m.read_word(self.state + 4 * ERROR))
+            m.barrier()
             m.fence_async()
-            m.sync_warp()
-            with m.when(m.equal(self.thread, m.const32(0))):
-                m.raise_counter(signal_at)
+            error = m.load_shared(self.shared + 4)
+            m.barrier()
+            return error
 
-    def elements(self, convert, source, target, count, read, write):  # type: ignore[no-untyped-def]
-        for index, conversion in enumerate(self.conversions):
-            with m.when(m.equal(convert, m.const32(index))):
-                self.convert(conversion, source, target, count, read, write)
+        failed = if_else(word(r.WAIT) != 0xFFFFFFFF, wait, const(0))
+        with when(failed == 0):
+            self.move(tile, kind, convert, parity)
+            with when(word(r.SIGNAL) != 0xFFFFFFFF):
+                self.signal(tile.remote, self.base(word(r.SIGNAL_STATE)), word(r.SIGNAL))
+        bulk = (failed == 0) & (kind == r.ROWS) & (tile.remote != 0)
+        return bulk.where(parity ^ 1, parity)
 
-    def convert(self, conversion, source, target, count, read, write):  # type: ignore[no-untyped-def]
-        """All threads move the elements of a tile, 16 bytes of source at a time where a unit stride allows it."""
-        width, out_width = itemsize(conversion.source), itemsize(conversion.target)
-        fills = bool(conversion.steps) and isinstance(conversion.steps[0], Fill)
-        per_load = 16 // width if width < 8 and not fills else 1
-        zero = m.const32(0)
-
-        def at(base, i3, i4, strides):  # type: ignore[no-untyped-def]
-            return m.add(base, m.times(i3, strides[3]), m.times(i4, strides[4]))
-
-        def single(first3, first4, rows, columns):  # type: ignore[no-untyped-def]
-            """One element at a time, for `rows` x `columns` of them."""
-
-            def body(k):  # type: ignore[no-untyped-def]
-                i3 = arith.divui(k, columns)
-                i3, i4 = arith.addi(first3, i3), arith.addi(first4, arith.subi(k, arith.muli(i3, columns)))
-                value = [] if fills else m.load_element(at(source, i3, i4, read), width)
-                m.store_element(at(target, i3, i4, write), _emit(conversion, value), out_width)
-
-            m.for_range(self.thread, arith.muli(rows, columns), m.const32(m.THREADS), body)
-
-        if per_load == 1:
-            single(zero, zero, count[3], count[4])
-            return
-        per = m.const32(per_load)
-        along3 = m.all_of(m.equal(read[3], m.const64(width)), m.is_multiple(16, source, read[4]))
-        out_bytes = min(per_load * out_width, 16)
-        along4 = m.all_of(
-            m.equal(read[4], m.const64(width)),
-            m.equal(write[4], m.const64(out_width)),
-            m.is_multiple(16, source, read[3]),
-            m.is_multiple(out_bytes, target, write[3]),
+    def decode(self, at: Int, number: Int) -> tiles.Tile:
+        """A tile of a record."""
+        word, pair = functools.partial(m.load_word, at), functools.partial(m.load_pair, at)
+        extents = [word(r.EXTENT + d) for d in range(r.DIMS)]
+        rest = number - word(r.FIRST_TILE)
+        index = [rest] * r.DIMS
+        for d, extent in ((4, word(r.TILES_4)), (3, word(r.TILES_3)), (2, extents[2]), (1, extents[1])):
+            index[d], rest = rest % extent, rest // extent
+        index[0] = rest
+        count = [const(1)] * r.DIMS
+        for d, size in ((3, word(r.TILE_3)), (4, word(r.TILE_4))):
+            index[d] = index[d] * size
+            count[d] = size.at_most(extents[d] - index[d])
+        read = [pair(r.SOURCE_STRIDE + 2 * d) for d in range(r.DIMS)]
+        write = [pair(r.TARGET_STRIDE + 2 * d) for d in range(r.DIMS)]
+        source = self.base(word(r.SOURCE).at_least(0)) + pair(r.SOURCE_OFFSET)  # a fill reads nothing
+        target = self.base(word(r.TARGET)) + pair(r.TARGET_OFFSET)
+        for d in range(r.DIMS):
+            source, target = source + index[d] * read[d], target + index[d] * write[d]
+        return tiles.Tile(
+            thread=self.thread,
+            shared=self.tile,
+            barrier=self.barrier,
+            source=source,
+            target=target,
+            rows=count[3],
+            columns=count[4],
+            read=(read[3], read[4]),
+            write=(write[3], write[4]),
+            remote=word(r.REMOTE),
         )
-        groups3 = arith.select(along3, arith.divui(count[3], per), zero)
-        groups4 = arith.select(along4, arith.divui(count[4], per), zero)
-        groups3 = arith.select(along4, zero, groups3)
 
-        def load3(k, columns):  # type: ignore[no-untyped-def]
-            group, i4 = _split(k, columns)
-            i3 = arith.muli(group, per)
-            return m.load_words(at(source, i3, i4, read)), at(target, i3, i4, write)
+    def move(self, tile: tiles.Tile, kind: Int, convert: Int, parity: Int) -> None:
+        """One tile, by the code of its kind and conversion."""
+        with when((kind == r.ROWS) & (tile.remote == 0)):
+            tiles.straight(tile, tiles.WORDS_CONVERSION)
+        with when((kind == r.ROWS) & (tile.remote != 0)):
+            tiles.copy_rows_to_peer(tile, parity)
+        for index, conversion in enumerate(self.conversions):
+            with when((kind != r.ROWS) & (convert == index)):
+                if not conversion.is_bits and not fills(conversion):
+                    with when(kind == r.CAST):
+                        tiles.straight(tile, conversion)
+                if not fills(conversion):
+                    with when(kind == r.TRANSPOSE):
+                        tiles.transpose(tile, conversion)
+                with when(kind == r.ELEMENTS):
+                    tiles.elements(tile, conversion)
 
-        def store3(words, to):  # type: ignore[no-untyped-def]
-            for element in m.unpack(words, width):
-                m.store_element(to, _emit(conversion, [element]), out_width)
-                to = arith.addi(to, write[3])
+    def signal(self, remote: Int, state: Int, counter: Int) -> None:
+        """Raises a counter after this tile's stores."""
+        self.publish(remote)
+        at = state + (m.load_word(self.launch, COUNTERS) + counter) * const(4, 64)
+        with when(self.leads & (remote != 0)):
+            m.raise_counter(at, "sys")
+        with when(self.leads & (remote == 0)):
+            m.raise_counter(at, "gpu")
 
-        def load4(k, columns):  # type: ignore[no-untyped-def]
-            i3, group = _split(k, columns)
-            i4 = arith.muli(group, per)
-            return m.load_words(at(source, i3, i4, read)), at(target, i3, i4, write)
+    def publish(self, remote: Int) -> None:
+        """Makes the block's stores visible: on this device, or on all."""
+        m.wait_stores(read=False)
+        with when(remote != 0):
+            m.fence_async()
+            m.fence("sys")
+        with when(remote == 0):
+            m.fence("gpu")
+        m.barrier()
 
-        def store4(words, to):  # type: ignore[no-untyped-def]
-            out = [_emit(conversion, [element])[0] for element in m.unpack(words, width)]
-            m.store_words(to, m.pack(out, out_width))
+    # Waits: the leading thread's, with the clock it started.
 
-        def vectors(total, columns, load, store):  # type: ignore[no-untyped-def]
-            """Loads of several items are under way before the first is stored."""
-            last = arith.subi(total, m.const32(1))
+    def poll(self, missing: Callable[[], Int], error: Int) -> None:
+        """Waits while something is missing; sets `ERROR` when the launch has lasted too long."""
+        error_at = self.state + 4 * ERROR
 
-            def body(k):  # type: ignore[no-untyped-def]
-                items = [arith.addi(k, m.const32(u * m.THREADS)) for u in range(LOADS_IN_FLIGHT)]
-                loaded = [load(arith.minui(item, last), columns) for item in items]
-                for item, (words, to) in zip(items, loaded, strict=True):
-                    with m.when(m.less(item, total)):
-                        store(words, to)
+        def condition(missed: Int) -> tuple[Int, list[Int]]:
+            with when(missed != 0):
+                m.sleep(POLL_NS)
+                start = m.load_shared(self.shared + 8).wide() | m.load_shared(self.shared + 12).wide() << 32
+                limit = m.load_word(self.launch, DEADLINE_MS) * const(1_000_000, 64)
+                with when(m.clock_ns() - start > limit):
+                    m.set_if_zero(error_at, error)
+            more = missing() & (m.read_word(error_at) == 0)
+            return more, [missed]
 
-            m.for_range(self.thread, total, m.const32(m.THREADS * LOADS_IN_FLIGHT), body)
+        while_loop([const(0)], condition, lambda _: [const(1)])
 
-        vectors(arith.muli(groups3, count[4]), count[4], load3, store3)
-        vectors(arith.muli(groups4, count[3]), groups4, load4, store4)
-        done3, done4 = arith.muli(groups3, per), arith.muli(groups4, per)
-        left3 = arith.subi(count[3], done3)
-        single(done3, done4, left3, arith.subi(count[4], done4))
+    def await_counter(self, record: Int, counter: Int, count: Int) -> None:
+        """Until a counter has reached a count."""
+        at = self.counters + counter * const(4, 64)
+        self.poll(lambda: m.read_counter(at) < count, record | COUNTER << ERROR_SHIFT)
 
+    def await_flag(self, word: Int, error: Int) -> None:
+        """Until a flag stands; one of a later epoch of this session ends the launch."""
+        at, attempt = self.state + word * const(4, 64), self.attempt
 
-def _split(k, columns):  # type: ignore[no-untyped-def]
-    """Row and column of the k-th item."""
-    row = arith.divui(k, columns)
-    return row, arith.subi(k, arith.muli(row, columns))
+        def missing() -> Int:
+            flag = m.read_flag(at)
+            ahead = (flag >> 32).low() - (attempt >> 32).low()
+            same = flag.low() == attempt.low()
+            with when(same & (ahead != 0) & (ahead < 1 << 31)):
+                m.set_if_zero(self.state + 4 * ERROR, const(LATE << ERROR_SHIFT))
+            return flag != attempt
 
+        self.poll(missing, error)
 
-def _emit(conversion, value):  # type: ignore[no-untyped-def]
-    """The converted words of one element; the meaning is `Conversion.apply`'s."""
-    dtype = conversion.source
-    for step in conversion.steps:
-        match step:
-            case Fill(constant, dtype):
-                bits = np.asarray(number(constant)).astype(np_dtype(dtype)).reshape(1).view(np.uint8)
-                padded = np.concatenate([bits, np.zeros(-len(bits) % 4, np.uint8)]).view(np.uint32)
-                value = [m.const32(int(word)) for word in padded]
-            case Cast(target):
-                value, dtype = [_narrow(_wide(value[0], dtype), target)], target
-            case MulAdd(factor, addend):
-                x = _flush(_arithmetic("mul", _flush(_wide(value[0], dtype)), factor))
-                if addend:
-                    x = _flush(_arithmetic("add", x, addend))
-                value = [_narrow(x, dtype)]
-            case Divide(divisor):
-                x = _arithmetic("div", _flush(_wide(value[0], dtype)), divisor)
-                value = [_narrow(_flush(x), dtype)]
-    return value
+    def await_head(self, k: Int) -> None:
+        """The `k`-th head."""
+        self.await_flag(m.load_word(self.launch + k * const(4, 64), LISTS), k | HEAD << ERROR_SHIFT)
 
+    def await_tail(self, k: Int) -> None:
+        """The `k`-th tail."""
+        self.await_flag(m.load_word(self.launch + k * const(4, 64), self.tails_at), k | TAIL << ERROR_SHIFT)
 
-def _arithmetic(op: str, bits, constant: float):  # type: ignore[no-untyped-def]
-    """One correctly rounded float32 operation with a constant, on bits."""
-    text = f"0f{int(np.float32(constant).view(np.uint32)):08X}"
-    return m.ptx32(f"{{ .reg .f32 x; mov.b32 x, $1; {op}.rn.f32 x, x, {text}; mov.b32 $0, x; }}", "=r,r", bits)
+    def tell(self, k: Int) -> None:
+        """Sets the `k`-th flag of other devices."""
+        at = self.launch + k * const(8, 64)
+        state = self.base(m.load_word(at, self.tells_at))
+        m.write_flag(state + m.load_word(at, self.tells_at + 1) * const(4, 64), self.attempt)
 
+    def end(self) -> None:
+        """Counts this block as finished; the last one ends the phase."""
+        m.wait_stores(read=False)
+        m.fence_async()
+        m.fence("sys")
+        m.barrier()
+        before = m.atomic_add(self.state + 4 * FINISHED, 1, "acq_rel", only=self.leads)
+        with when(self.leads & (before == self.blocks - 1)):
+            error_at, version_at = self.state + 4 * ERROR, self.state + 4 * VERSION
+            version = m.load_word(self.launch, NEW_VERSION)
+            zero = const(0)
 
-def _flush(bits):  # type: ignore[no-untyped-def]
-    """Float32 bits with subnormals replaced by zero of their sign."""
-    exponent = arith.andi(bits, m.const32(0x7F800000))
-    return arith.select(m.equal(exponent, m.const32(0)), arith.andi(bits, m.const32(0x80000000)), bits)
+            def unless_failed(action: Callable[[Int], None], count: int) -> None:
+                going = (m.read_word(error_at) == 0).where(m.load_word(self.launch, count), 0)
+                for_range(zero, going, 1, action)
 
-
-def _wide(bits, dtype: str):  # type: ignore[no-untyped-def]
-    """Bits of a float as bits of the same float32."""
-    if dtype == "bfloat16":
-        return arith.shli(bits, m.const32(16))
-    if dtype == "float16":
-        text = "{ .reg .b16 h; .reg .f32 x; cvt.u16.u32 h, $1; cvt.f32.f16 x, h; mov.b32 $0, x; }"
-        return m.ptx32(text, "=r,r", bits)
-    return bits
-
-
-def _narrow(bits, dtype: str):  # type: ignore[no-untyped-def]
-    """Float32 bits rounded to a dtype, to nearest even."""
-    if dtype == "bfloat16":
-        odd = arith.andi(arith.shrui(bits, m.const32(16)), m.const32(1))
-        rounded = arith.shrui(m.add(bits, m.const32(0x7FFF), odd), m.const32(16))
-        sign = arith.andi(arith.shrui(bits, m.const32(16)), m.const32(0x8000))
-        is_nan = m.less(m.const32(0x7F800000), arith.andi(bits, m.const32(0x7FFFFFFF)))
-        return arith.select(is_nan, arith.ori(sign, m.const32(0x7FC0)), rounded)
-    if dtype == "float16":
-        text = "{ .reg .b16 h; .reg .f32 x; mov.b32 x, $1; cvt.rn.f16.f32 h, x; cvt.u32.u16 $0, h; }"
-        return m.ptx32(text, "=r,r", bits)
-    return bits
+            unless_failed(self.tell, N_TELLS)
+            unless_failed(self.await_tail, N_TAILS)
+            error = m.read_word(error_at)
+            with when((error == 0) & (version != 0xFFFFFFFF)):
+                m.store_element(version_at, [version], 4)
+                m.store_element(self.state + 4 * POISONED, [zero], 4)
+            m.store_element(self.out, [error], 4)
+            m.store_element(self.out + 4, [m.read_word(version_at)], 4)
+            for word in (CLAIMED, FINISHED, ERROR):
+                m.store_element(self.state + 4 * word, [zero], 4)

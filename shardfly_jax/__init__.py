@@ -15,6 +15,7 @@ from shardfly_jax.sharding.errors import (
     RegistrationError as RegistrationError,
     ShardflyError as ShardflyError,
     StaleBuffer as StaleBuffer,
+    SyncTimeout as SyncTimeout,
     TransferError as TransferError,
     VerificationError as VerificationError,
 )

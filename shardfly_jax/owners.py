@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from shardfly_jax.executors.memory import Key, Shard
+from shardfly_jax.executors.memory import Key, Shard, fresh_handle
 from shardfly_jax.layout import Local, Place, box_of, is_module, leaf_places, leaves_of
 from shardfly_jax.planning import Plan
 from shardfly_jax.sharding.errors import RegistrationError, StaleBuffer
@@ -179,7 +179,7 @@ class Owner:
             index, k = self.tensors[name]
             ranks = self.families[index].layout.ranks if rank is None else (self.base + rank,)
             arrays = [self.buffers[index, k, r].array for r in ranks]
-            out.append(jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, arrays))
+            out.append(fresh_handle(leaf, arrays))
         self.current = out
         built = jax.tree_util.tree_unflatten(self.structure, out)
         if is_module(self.given):

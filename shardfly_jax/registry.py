@@ -13,7 +13,7 @@ import jax
 
 from shardfly_jax.buffers import allocate, check_memory
 from shardfly_jax.executors.choice import EXECUTORS, Executor, make_executor, why_not_persistent as reasons_against
-from shardfly_jax.executors.memory import Key, Shard
+from shardfly_jax.executors.memory import Key, Occupied, Shard
 from shardfly_jax.owners import Owner
 from shardfly_jax.planning import TARGET, Plan, Replicas
 from shardfly_jax.sharding.errors import Poisoned, RegistrationError, ShardflyError
@@ -25,6 +25,7 @@ class Session:
     Attributes:
       digest: Of the plan it belongs to.
       buffers: Every target shard by (family, tensor, plan-wide rank).
+      occupied: Where they are.
       owners: One per target tree.
       executor: None until the trainer's devices are known.
       choice: Which executor was asked for.
@@ -39,6 +40,7 @@ class Session:
             self.buffers.update(owner.buffers)
         kept = {label: array for owner in owners.values() for label, array in owner.kept_arrays()}
         check_memory(self.plan, self.buffers, kept)
+        self.occupied = Occupied(self.buffers)
         self._lock = threading.Lock()
         self._inside: set[int] = set()
         self.executor: Executor | None = None
@@ -122,8 +124,8 @@ class Session:
         for owner in self.owners.values():
             owner.check_alive()
 
-    def make_executor(self, source_devices: set[jax.Device]) -> None:
-        """Prepares the plan for a trainer on these devices."""
+    def make_executor(self, source_devices: Mapping[int, jax.Device]) -> None:
+        """Prepares the plan for a trainer whose ranks are on these devices."""
         self.executor = make_executor(self.plan, self.buffers, source_devices, self.choice)
 
     def handles(self) -> Any:
@@ -187,7 +189,7 @@ def register(
         owners[name] = Owner(plan, name, given[name], planned, known if tree else {})
     session = Session(plan, owners, allocated, executor)
     if plan.source is not None and all(device is not None for device in plan.source.devices):
-        session.make_executor({device for device in plan.source.devices if device is not None})
+        session.make_executor({rank: device for rank, device in enumerate(plan.source.devices) if device is not None})
     return dataclasses.replace(plan, session=session)
 
 

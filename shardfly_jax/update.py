@@ -2,56 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
-from shardfly_jax.executors.memory import Key, Shard, host_bytes, overlaps, wait_for_readers
-from shardfly_jax.layout import Place, box_of, leaf_places, leaves_of, read_tree
+from shardfly_jax.binding import bind, check_overlap, shards_of
+from shardfly_jax.executors.memory import Key, fresh_handle, host_bytes, wait_for_readers
 from shardfly_jax.planning import Plan
 from shardfly_jax.registry import Session
-from shardfly_jax.sharding.errors import NotRegistered, ParamsMismatch, PlanError, VerificationError
+from shardfly_jax.sharding.errors import NotRegistered, ParamsMismatch, VerificationError
 from shardfly_jax.sharding.evaluate import evaluate
-from shardfly_jax.sharding.formats import dtype_name, np_dtype
-from shardfly_jax.sharding.layouts import Box, Layout
+from shardfly_jax.sharding.formats import np_dtype
+from shardfly_jax.sharding.layouts import Box
 from shardfly_jax.sharding.moves import View
 from shardfly_jax.sharding.patterns import FAMILY, name_pattern
-
-
-@dataclasses.dataclass(frozen=True)
-class _Expected:
-    """What one leaf of the params must be, and which source shards it holds.
-
-    Attributes:
-      name: Of the tensor.
-      label: The name, and the rank of a rank-local part, for messages.
-      keys: (family, tensor, rank) and device of each shard that the plan reads.
-    """
-
-    name: str
-    label: str
-    shape: tuple[int, ...]
-    dtype: Any
-    sharding: jax.sharding.Sharding
-    keys: tuple[tuple[Key, jax.Device], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Binding:
-    """Names of a params tree, resolved once for its structure.
-
-    Attributes:
-      structure: Trees of this structure need no name resolved.
-      expected: Per leaf; None for leaves that the plan does not read.
-      devices: All that hold a source shard.
-    """
-
-    structure: Any
-    expected: tuple[_Expected | None, ...]
-    devices: set[jax.Device]
 
 
 def sync(params: Any, plan: Plan, *, progress: Callable[[int], None] | None = None) -> Any:
@@ -81,24 +47,26 @@ def sync(params: Any, plan: Plan, *, progress: Callable[[int], None] | None = No
         raise ParamsMismatch(f"sync: progress is a {type(progress).__name__}, but a function of bytes is needed.")
     session = plan.registered()
     with session.updating():
-        leaves, binding = _bound(params, session)
+        leaves, binding = bind(params, session)
         session.check_buffers()
         if session.executor is None:
             session.make_executor(binding.devices)
         assert session.executor is not None
         jax.block_until_ready([leaf for leaf, want in zip(leaves, binding.expected, strict=True) if want is not None])
-        arrays = _shards(leaves, binding)
-        _check_overlap(session, arrays)
+        arrays = shards_of(leaves, binding)
+        check_overlap(session, binding, arrays)
         wait_for_readers({shard.device for shard in session.buffers.values()})
         session.poison("an update began and did not finish")
         try:
             guarded = None if progress is None else session.guarded(progress)
-            session.executor.run(lambda *key: arrays[key], guarded)
+            wait = session.executor.start(arrays, guarded)
+            handles = session.handles()  # made while the update runs
+            wait()
         except BaseException as error:
             session.poison(f"an update failed half way: {type(error).__name__}: {error}")
             raise
         session.publish()
-        return session.handles()
+        return handles
 
 
 def params(plan: Plan) -> Any:
@@ -120,162 +88,7 @@ def bound_sources(params_: Any, plan: Plan) -> dict[Key, jax.Array]:
     Raises:
       ParamsMismatch: `params_` are not the planned ones.
     """
-    return _shards(*_bound(params_, plan.registered()))
-
-
-def _shards(leaves: list[Any], binding: _Binding) -> dict[Key, jax.Array]:
-    arrays: dict[Key, jax.Array] = {}
-    for leaf, want in zip(leaves, binding.expected, strict=True):
-        if want is not None:
-            by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
-            arrays.update({key: by_device[device] for key, device in want.keys})
-    return arrays
-
-
-def _bound(params_: Any, session: Session) -> tuple[list[Any], _Binding]:
-    leaves, structure = leaves_of(params_)
-    if session.binding is None or session.binding.structure != structure:
-        session.binding = _resolve(params_, session)
-    faults = []
-    for leaf, want in zip(leaves, session.binding.expected, strict=True):
-        if want is None:
-            continue
-        if not isinstance(leaf, jax.Array):
-            faults.append(f"{want.label} is a {type(leaf).__name__}, but a jax.Array is needed")
-        elif leaf.is_deleted():
-            faults.append(f"{want.label} was deleted or donated. Pass the params that the train step returned")
-        elif leaf.shape != want.shape:
-            faults.append(f"{want.label} has shape {leaf.shape}, but the plan has {want.shape}")
-        elif leaf.dtype != want.dtype:
-            faults.append(f"{want.label} is {leaf.dtype}, but the plan has {want.dtype}")
-        elif leaf.sharding != want.sharding and not leaf.sharding.is_equivalent_to(want.sharding, leaf.ndim):
-            faults.append(
-                f"{want.label} has sharding {_named(leaf.sharding)}, but the plan has {_named(want.sharding)}"
-            )
-    if faults:
-        raise _mismatch(faults)
-    return leaves, session.binding
-
-
-def _named(sharding: jax.sharding.Sharding) -> str:
-    return f"{sharding} on the devices {sorted(map(str, sharding.device_set))}"
-
-
-def _mismatch(faults: list[str]) -> ParamsMismatch:
-    return ParamsMismatch(
-        f"params: {len(faults)} differ from the plan; nothing was written. Pass the planned params or make a "
-        "new plan.\n" + "\n".join(f"  - {fault}." for fault in faults)
-    )
-
-
-def _needed(session: Session) -> dict[str, list[tuple[int, int]]]:
-    """(family, tensor) pairs of each source name."""
-    needed: dict[str, list[tuple[int, int]]] = {}
-    for index in session.plan.source_families:
-        for tensor, name in enumerate(session.plan.families[index].names):
-            needed.setdefault(name, []).append((index, tensor))
-    return needed
-
-
-def _resolve(params_: Any, session: Session) -> _Binding:
-    needed = _needed(session)
-    families = session.plan.families
-    places, leaves, structure = leaf_places(params_, needed)
-    have = {name for name, _ in places}
-    if missing := [name for name in needed if name not in have]:
-        raise _mismatch([f"{name!r} is missing" for name in missing])
-    ranks = _rank_devices(params_, session, places, leaves)
-    expected: list[_Expected | None] = []
-    faults: list[str] = []
-    for (name, rank), leaf in zip(places, leaves, strict=True):
-        if name not in needed or not isinstance(leaf, jax.Array):
-            if name in needed:
-                faults.append(f"{name!r} is a {type(leaf).__name__}, but a jax.Array is needed")
-            expected.append(None)
-            continue
-        keys = []
-        for index, tensor in needed[name]:
-            layout = families[index].layout
-            fault = _fault(leaf, layout, rank, ranks)
-            if fault:
-                faults.append(f"{name!r} {fault}")
-                break
-            if rank is None:
-                keys += [((index, tensor, r), ranks[r]) for r in layout.ranks]
-            else:
-                keys.append(((index, tensor, rank), next(iter(leaf.devices()))))
-        label = repr(name) if rank is None else f"{name!r} of rank {rank}"
-        expected.append(_Expected(name, label, leaf.shape, leaf.dtype, leaf.sharding, tuple(keys)))
-    given = {key for want in expected if want is not None for key, _ in want.keys}
-    if not faults:
-        for name, members in needed.items():
-            absent = {r for i, t in members for r in families[i].layout.ranks if (i, t, r) not in given}
-            if absent:
-                faults.append(f"{name!r} lacks the shards of ranks {sorted(absent)}")
-    if faults:
-        raise _mismatch(faults)
-    devices = {device for want in expected if want is not None for _, device in want.keys}
-    return _Binding(structure, tuple(expected), devices)
-
-
-def _rank_devices(params_: Any, session: Session, places: list[Place], leaves: list[Any]) -> dict[int, jax.Device]:
-    """Device of each trainer rank: as planned, or in the mesh order of these params."""
-    source = session.plan.source
-    if source is not None and all(device is not None for device in source.devices):
-        return {rank: device for rank, device in enumerate(source.devices) if device is not None}
-    ranks = {
-        rank: next(iter(leaf.devices()))
-        for (_, rank), leaf in zip(places, leaves, strict=True)
-        if rank is not None and isinstance(leaf, jax.Array)
-    }
-    if ranks:
-        return ranks
-    try:
-        devices = read_tree(params_, "params").devices
-    except PlanError as error:
-        raise _mismatch([fault.rstrip(".") for fault in error.faults]) from None
-    return {rank: device for rank, device in enumerate(devices) if device is not None}
-
-
-def _fault(leaf: jax.Array, layout: Layout, rank: int | None, ranks: dict[int, jax.Device]) -> str | None:
-    """Why an array is not the planned source; None if it is."""
-    if dtype_name(leaf.dtype) != layout.dtype:
-        return f"is {leaf.dtype}, but the plan has {layout.dtype}"
-    if rank is not None:
-        if rank not in layout.position or leaf.shape != layout.buffer_shape(rank):
-            want = layout.buffer_shape(rank) if rank in layout.position else "nothing"
-            return f"has shape {leaf.shape} on rank {rank}, but the plan has {want} there"
-        if leaf.devices() != {ranks[rank]}:
-            return f"lies on {leaf.devices()} for rank {rank}, but that rank is on {ranks[rank]}"
-        return None
-    if layout.strides is not None:
-        return "is one array, but the plan has strided shards. Give one flat buffer per rank, {rank: array}"
-    if leaf.shape != layout.shape:
-        return f"has shape {leaf.shape}, but the plan has {layout.shape}"
-    index = leaf.sharding.devices_indices_map(leaf.shape)
-    for r in layout.ranks:
-        device = ranks.get(r)
-        if device not in index or box_of(leaf.shape, index[device]) != layout.box(r):
-            return f"has sharding {_named(leaf.sharding)}, but its planned shard of rank {r} is on {device}"
-    return None
-
-
-def _check_overlap(session: Session, arrays: dict[Key, jax.Array]) -> None:
-    """Raises:
-    ParamsMismatch: A source shard shares memory with a registered buffer.
-    """
-    sources = ((Shard.of(array).range, (key, False)) for key, array in arrays.items())
-    targets = ((shard.range, (key, True)) for key, shard in session.buffers.items())
-    for (_, first), (_, second) in overlaps([*sources, *targets]):
-        if first[1] != second[1]:
-            (source, _), (target, _) = sorted((first, second), key=lambda item: item[1])
-            names = [session.plan.families[key[0]].name(key[1]) for key in (source, target)]
-            raise _mismatch(
-                [
-                    f"{names[0]!r} lies in the buffer registered for {names[1]!r}. Give the rollout buffers "
-                    "of its own, e.g. sf.register(plan)"
-                ]
-            )
+    return shards_of(*bind(params_, plan.registered()))
 
 
 def verify(params_: Any, plan: Plan, *, progress: Callable[[int], None] | None = None) -> int:
@@ -295,9 +108,9 @@ def verify(params_: Any, plan: Plan, *, progress: Callable[[int], None] | None =
     """
     session = plan.registered()
     session.check_readable()
-    leaves, binding = _bound(params_, session)
+    leaves, binding = bind(params_, session)
     session.check_alive()
-    arrays = _shards(leaves, binding)
+    arrays = shards_of(leaves, binding)
     parts: dict[str, list[tuple[Key, jax.Array]]] = {}
     for expect in binding.expected:
         if expect is not None:
@@ -326,7 +139,7 @@ def verify(params_: Any, plan: Plan, *, progress: Callable[[int], None] | None =
 
 
 def _whole(parts: list[tuple[Key, jax.Array]], session: Session) -> np.ndarray:
-    """The whole of a source, from its shards; not cached by them, as `np.asarray` of a whole array would be."""
+    """The whole of a source, from its shards."""
     layout = session.plan.families[parts[0][0][0]].layout
     out = np.zeros(layout.shape, np_dtype(layout.dtype))  # plans read no part that no rank holds
     filled: set[Box] = set()
@@ -336,7 +149,8 @@ def _whole(parts: list[tuple[Key, jax.Array]], session: Session) -> np.ndarray:
         if box not in filled:
             filled.add(box)
             view = View(0, layout.local_shape(rank), layout.local_strides(rank))
-            out[tuple(slice(lo, hi) for lo, hi in box)] = view.of(np.asarray(array).reshape(-1))
+            copy = np.asarray(fresh_handle(array, [array]))  # which keeps the host copy, not the user's array
+            out[tuple(slice(lo, hi) for lo, hi in box)] = view.of(copy.reshape(-1))
     return out
 
 
@@ -357,8 +171,7 @@ def _read(session: Session, key: Key) -> np.ndarray:
         flat = host_bytes(shard.address, shard.nbytes).view(np_dtype(layout.dtype))
     else:  # through a new handle: the registered one would keep the host copy of its first reading
         array = shard.array
-        fresh = jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array])
-        flat = np.asarray(fresh).reshape(-1)
+        flat = np.asarray(fresh_handle(array, [array])).reshape(-1)
     return View(0, layout.local_shape(key[2]), layout.local_strides(key[2])).of(flat)
 
 

@@ -64,5 +64,9 @@ class TransferError(ShardflyError, RuntimeError):
     """A kernel did not finish an update; the replicas are poisoned."""
 
 
+class SyncTimeout(TransferError):
+    """A rank waited for another one beyond the deadline; names both and the phase. The replicas are poisoned."""
+
+
 class VerificationError(ShardflyError, AssertionError):
     """Target bytes differ from what the mapping says they should be."""

@@ -1,156 +1,221 @@
-"""The op table of a device: its moves as integer records that a kernel can follow.
+"""Op tables: what each device does in each phase of an update, as records in the plan's order.
 
-One record stands for one move of one tensor. It is cut into *tiles*; tile `t` of the table belongs to the first record
-whose `END_TILE` is larger. Blocks take tiles in rising order, so that the order of records is the plan's global order.
-Offsets and strides count bytes; 64-bit fields take two words, the low one first.
+Two phases hold records. *send* reads trainer shards: it holds the moves of the trainer ranks on its device. *finish*
+holds the forwards of the rollout ranks on its device, and the fills of its own buffers. Every device has a *state* of
+words that other devices write into:
 
-Dimensions 0 to 2 are walked tile by tile, dimensions 3 and 4 are cut into pieces of `TILE_3` and `TILE_4`. In a `ROWS`
-record dimension 4 counts bytes that lie one after the other on both sides, and all of its numbers are multiples of 16:
-bulk copies do it. In an `ELEMENTS` record dimension 4 has the smallest target stride, so that neighbouring threads
-store neighbours, and dimension 3 the smallest source stride of the rest, so that a thread can load several at once.
+    0 .. STATE_FLAGS          private to the kernel
+    flag(kind, device)        two words: the attempt that `device` has got so far with, see `Flag`
+    counters                  how many tiles of a band have arrived, for the forwards that wait for it
+
+Blocks take tiles in rising order, and records stand in the plan's order, so a record waits only for smaller ones.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import enum
+from collections.abc import Callable, Hashable
 
 import numpy as np
 
+from shardfly_jax.sharding import records as r
 from shardfly_jax.sharding.formats import Fill, itemsize
 from shardfly_jax.sharding.moves import Key, Move, source_key, target_key
 from shardfly_jax.sharding.plan import Plan
 
-ROWS, ELEMENTS = 1, 2
-DIMS = 5
-BULK_ALIGNMENT = 16
-ROWS_TILE_NBYTES = 16 << 10
-ELEMENTS_TILE_SIZE = 8192
-ELEMENTS_TILE_4 = 128
+STATE_FLAGS = 16
+"""Words of a state before its flags."""
 
-# Words of a record.
-(
-    KIND,
-    CONVERT,
-    SOURCE,  # index of the buffer that is read, -1 for fills
-    TARGET,  # index of the buffer that is written
-    WAIT,  # counter that must have reached WAIT_COUNT, -1 for none
-    WAIT_COUNT,
-    SIGNAL,  # counter that every finished tile raises by one, -1 for none
-    FIRST_TILE,
-    END_TILE,
-    TILE_3,
-    TILE_4,
-    TILES_3,
-    TILES_4,
-    EXTENT,
-) = range(14)
-SOURCE_OFFSET = EXTENT + DIMS
-TARGET_OFFSET = SOURCE_OFFSET + 2
-SOURCE_STRIDE = TARGET_OFFSET + 2
-TARGET_STRIDE = SOURCE_STRIDE + 2 * DIMS
-WORDS = 48
-"""Length of a record, so that records start on multiples of 64 bytes."""
+
+class Phase(enum.Enum):
+    """A phase with records."""
+
+    SEND = "send"
+    FINISH = "finish"
+
+
+class Flag(enum.IntEnum):
+    """What a device tells another one, with the attempt it speaks of."""
+
+    READY = 0
+    SENT = 1
+    FORWARDED = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class State:
+    """The state of a device, as a buffer that a record can name."""
+
+    device: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpTable:
-    """Records in order.
+    """What one device does in one phase.
 
     Attributes:
-      words: int32 [records, WORDS].
-      buffers: Keys of the buffers that `SOURCE` and `TARGET` name.
+      words: int32 [records, `records.WORDS`].
+      buffers: What `SOURCE`, `TARGET` and `SIGNAL_STATE` name.
       n_tiles: Tiles of all records.
-      n_counters: Counters that `WAIT` and `SIGNAL` name.
+      moves: Of each record: source rank, target rank.
     """
 
     words: np.ndarray
-    buffers: tuple[Key, ...]
+    buffers: tuple[Key | State, ...]
     n_tiles: int
-    n_counters: int
+    moves: tuple[tuple[int, int], ...]
 
 
-def make_table(plan: Plan, memory: Callable[[Key], object]) -> OpTable:
-    """The table of all moves of a plan, for ranks that share a device.
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpTables:
+    """The tables of all devices.
+
+    Attributes:
+      devices: In the order in which flags and states number them.
+      tables: By device number and phase; devices without records in a phase have none.
+      device_of: Device number of each rank that moves anything.
+      n_counters: Of each device.
+    """
+
+    devices: tuple[Hashable, ...]
+    tables: dict[tuple[int, Phase], OpTable]
+    device_of: dict[int, int]
+    n_counters: tuple[int, ...]
+
+    def flag(self, kind: Flag, device: int) -> int:
+        """Word of a state in which `device` speaks."""
+        return STATE_FLAGS + 2 * (kind * len(self.devices) + device)
+
+    @property
+    def counters(self) -> int:
+        """First counter of a state."""
+        return STATE_FLAGS + 2 * len(Flag) * len(self.devices)
+
+    def ranks_on(self, device: int, phase: Phase | None = None) -> list[int]:
+        """Ranks of a device that read in a phase, or (None) whose buffers are written."""
+        if phase is None:
+            moves = (ranks for table in self.tables.values() for ranks in table.moves)
+            return sorted({to for _, to in moves if self.device_of[to] == device})
+        table = self.tables.get((device, phase))
+        return sorted({at for at, _ in table.moves if at >= 0}) if table else []
+
+    def targets(self, device: int, phase: Phase) -> list[int]:
+        """Devices whose buffers a device writes in a phase."""
+        table = self.tables.get((device, phase))
+        return sorted({self.device_of[rank] for _, rank in table.moves}) if table else []
+
+    def writers(self, device: int, phase: Phase) -> list[int]:
+        """Devices that write a device's buffers in a phase."""
+        return [d for d in range(len(self.devices)) if device in self.targets(d, phase)]
+
+
+def make_tables(plan: Plan, place: Callable[[int], Hashable], memory: Callable[[Key], object]) -> OpTables:
+    """The tables of all moves of a plan.
 
     Args:
       plan: Its conversions are named by their index.
+      place: The device of a rank; hashable and sortable by its order of appearance.
       memory: Equal for two target buffers that are one (aliases): copying between them is left out.
     """
-    buffers: dict[Key, int] = {}
-    counters: dict[tuple[int, object], int] = {}
-    records: list[list[int]] = []
-    tiles = 0
+    ranks = sorted({rank for move in plan.moves for rank in (move.source_rank, move.target_rank)})
+    devices: dict[Hashable, int] = {}
+    device_of = {rank: devices.setdefault(place(rank), len(devices)) for rank in ranks if rank >= 0}
+    counters: list[dict[Hashable, int]] = [{} for _ in devices]  # per device: (band, memory) -> number
+    builders: dict[tuple[int, Phase], _Builder] = {}
+    templates = _Templates(plan)
+    waiting: dict[tuple[int, int], list[np.ndarray]] = {}
+    signalling: dict[tuple[int, int], list[np.ndarray]] = {}
     for move, k in plan.moves.in_order():
         source, target = source_key(move, k), target_key(move, k)
         if move.hop and memory(source) == memory(target):
             continue
-        record = _record(plan, move, k)
-        record[SOURCE] = buffers.setdefault(source, len(buffers)) if move.source_rank >= 0 else -1
-        record[TARGET] = buffers.setdefault(target, len(buffers))
-        if move.band >= 0:
-            record[SIGNAL] = counters.setdefault((move.band, memory(target)), len(counters))
-        if move.hop:
-            record[WAIT] = counters.setdefault((move.band, memory(source)), len(counters))
-        record[FIRST_TILE] = tiles
-        tiles += record[TILES_3] * record[TILES_4] * record[EXTENT] * record[EXTENT + 1] * record[EXTENT + 2]
-        record[END_TILE] = tiles
-        records.append(record)
-    words = np.array(records, np.int64).reshape(len(records), WORDS)
-    words[~np.isin(words[:, SIGNAL], words[:, WAIT]), SIGNAL] = -1  # nobody waits
-    raised = np.zeros(len(counters) + 1, np.int64)
-    np.add.at(raised, words[:, SIGNAL], words[:, END_TILE] - words[:, FIRST_TILE])
-    words[:, WAIT_COUNT] = raised[words[:, WAIT]]
-    return OpTable(words.astype(np.uint32).view(np.int32), tuple(buffers), tiles, len(counters))
+        to = device_of[move.target_rank]
+        at = to if move.source_rank < 0 else device_of[move.source_rank]
+        phase = Phase.FINISH if move.hop or move.source_rank < 0 else Phase.SEND
+        builder = builders.setdefault((at, phase), _Builder())
+        for record in templates.records(move, k):
+            record[r.SOURCE] = builder.buffer(source) if move.source_rank >= 0 else -1
+            record[r.TARGET] = builder.buffer(target)
+            record[r.REMOTE] = at != to
+            if move.band >= 0:
+                number = counters[to].setdefault((move.band, memory(target)), len(counters[to]))
+                record[r.SIGNAL], record[r.SIGNAL_STATE] = number, builder.buffer(State(to))
+                signalling.setdefault((to, number), []).append(record)
+            if move.hop:
+                number = counters[at].setdefault((move.band, memory(source)), len(counters[at]))
+                record[r.WAIT] = number
+                waiting.setdefault((at, number), []).append(record)
+            builder.add(record, (move.source_rank, move.target_rank))
+    for key, members in signalling.items():
+        arrive = sum(r.n_tiles(record) for record in members)
+        for record in waiting.get(key, []):
+            record[r.WAIT_COUNT] = arrive
+        if key not in waiting:
+            for record in members:
+                record[r.SIGNAL] = -1
+    return OpTables(
+        tuple(devices),
+        {key: builder.table() for key, builder in builders.items()},
+        device_of,
+        tuple(len(of) for of in counters),
+    )
 
 
-def _record(plan: Plan, move: Move, k: int) -> list[int]:
-    conversion = plan.conversions[move.convert]
-    read, write = itemsize(conversion.source), itemsize(conversion.target)
-    dims = [
-        (n, s * read, t * write) for n, s, t in zip(move.extents, move.source_strides, move.target_strides, strict=True)
-    ]
-    offsets = ((move.source_offset + k * move.source_offset_step) * read, move.target_offset * write)
-    if move.source_rank < 0:
-        dims, offsets = [(n, 0, t) for n, _, t in dims], (0, offsets[1])
-    run = next((d for d in dims if conversion.is_bits and d[1] == d[2] == read), None)
-    if run is not None and _is_aligned(dims, run, offsets):
-        kind = ROWS
-        others = [d for d in dims if d is not run]
-        inner = (run[0] * read, 1, 1)
-        third = others.pop() if others else (1, 0, 0)
-        tile_4 = min(inner[0], ROWS_TILE_NBYTES)
-        tile_3 = min(third[0], ROWS_TILE_NBYTES // tile_4) if tile_4 == inner[0] else 1
-    else:
-        kind = ELEMENTS
-        others = list(dims)
-        inner = others.pop(min(range(len(others)), key=lambda j: others[j][2])) if others else (1, 0, 0)
-        nearest = min(range(len(others)), key=lambda j: abs(others[j][1]) or 1 << 62) if others else None
-        third = others.pop(nearest) if nearest is not None else (1, 0, 0)
-        straight = inner[1] == read or third[0] == 1
-        tile_4 = min(inner[0], ELEMENTS_TILE_SIZE if straight else ELEMENTS_TILE_4)
-        tile_3 = min(third[0], max(ELEMENTS_TILE_SIZE // tile_4, 1))
-    outer = [(1, 0, 0)] * (DIMS - 2 - len(others)) + others
-    record = [0] * WORDS
-    record[KIND], record[CONVERT], record[WAIT], record[SIGNAL] = kind, move.convert, -1, -1
-    record[TILE_3], record[TILE_4] = tile_3, tile_4
-    record[TILES_3], record[TILES_4] = -(-third[0] // tile_3), -(-inner[0] // tile_4)
-    for d, (n, s, t) in enumerate([*outer, third, inner]):
-        record[EXTENT + d] = n
-        record[SOURCE_STRIDE + 2 * d : SOURCE_STRIDE + 2 * d + 2] = _words(s)
-        record[TARGET_STRIDE + 2 * d : TARGET_STRIDE + 2 * d + 2] = _words(t)
-    record[SOURCE_OFFSET : SOURCE_OFFSET + 2] = _words(offsets[0])
-    record[TARGET_OFFSET : TARGET_OFFSET + 2] = _words(offsets[1])
-    return record
+class _Builder:
+    """Collects the records of one table."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[Key | State, int] = {}
+        self.records: list[np.ndarray] = []
+        self.moves: list[tuple[int, int]] = []
+        self.tiles = 0
+
+    def buffer(self, key: Key | State) -> int:
+        return self.buffers.setdefault(key, len(self.buffers))
+
+    def add(self, record: np.ndarray, ranks: tuple[int, int]) -> None:
+        record[r.FIRST_TILE] = self.tiles
+        self.tiles += r.n_tiles(record)
+        record[r.END_TILE] = self.tiles
+        self.records.append(record)
+        self.moves.append(ranks)
+
+    def table(self) -> OpTable:
+        words = np.stack(self.records).astype(np.uint32).view(np.int32)
+        return OpTable(words, tuple(self.buffers), self.tiles, tuple(self.moves))
 
 
-def _is_aligned(dims: list[tuple[int, int, int]], run: tuple[int, int, int], offsets: tuple[int, int]) -> bool:
-    numbers = [run[0] * run[1], *offsets, *(n for d in dims if d is not run for n in d[1:])]
-    return all(n % BULK_ALIGNMENT == 0 for n in numbers)
+class _Templates:
+    """Records of moves; expansions whose offsets are aligned alike share them."""
 
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.known: dict[tuple[Move, int], list[tuple[np.ndarray, int]]] = {}
 
-def _words(value: int) -> list[int]:
-    return [value & 0xFFFFFFFF, (value >> 32) & 0xFFFFFFFF]
+    def records(self, move: Move, k: int) -> list[np.ndarray]:
+        """Fresh records of one expansion."""
+        conversion = self.plan.conversions[move.convert]
+        read, write = itemsize(conversion.source), itemsize(conversion.target)
+        fills = move.source_rank < 0
+        shift = 0 if fills else k * move.source_offset_step * read
+        residue = shift % r.PIECE_NBYTES
+        if (move, residue) not in self.known:
+            dims = tuple(
+                r.Dim(n, 0 if fills else s * read, t * write)
+                for n, s, t in zip(move.extents, move.source_strides, move.target_strides, strict=True)
+            )
+            region = r.Region(dims, 0 if fills else move.source_offset * read + residue, move.target_offset * write)
+            self.known[move, residue] = [
+                (record, r.source_offset(record)) for record in r.records_of(region, conversion, fills)
+            ]
+        out = []
+        for template, offset in self.known[move, residue]:
+            record = template.copy()
+            record[r.CONVERT] = move.convert
+            r.set_source_offset(record, offset + shift - residue)
+            out.append(record)
+        return out
 
 
 def why_unsupported(plan: Plan) -> str | None:

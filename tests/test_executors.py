@@ -33,7 +33,11 @@ def run_on_poisoned_buffers(
         shards[key] = Shard.of(jax.numpy.array(poison, copy=True))
     sources = {key: jax.device_put(x, devices[key[2] % len(devices)]) for key, x in source_buffers(case, plan).items()}
     addresses = {key: shard.array.unsafe_buffer_pointer() for key, shard in shards.items()}
-    kind(plan, shards).run(lambda *key: sources[key])
+    if kind is PersistentExecutor:
+        executor = kind(plan, shards, {key[2]: x.device for key, x in sources.items()})
+    else:
+        executor = kind(plan, shards)
+    executor.start(sources)()
     for key, flat in want.items():
         array = shards[key].array
         assert array.unsafe_buffer_pointer() == addresses[key]

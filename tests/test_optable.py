@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from random_problems import Case, cases, expected_buffers, source_buffers
 
-from shardfly_jax.sharding import optable as t
-from shardfly_jax.sharding.formats import itemsize, np_dtype
+from shardfly_jax.sharding import optable, records as r
+from shardfly_jax.sharding.formats import Conversion, conversion, itemsize, np_dtype
+from shardfly_jax.sharding.moves import Key
+from shardfly_jax.sharding.optable import Flag, OpTable, OpTables, Phase, State
 from shardfly_jax.sharding.plan import Plan
+
+BITS2 = conversion("bfloat16", (), "bfloat16")
 
 
 def long(words: np.ndarray) -> int:
@@ -21,48 +28,163 @@ def strided(flat: np.ndarray, offset: int, extents: list[int], strides: list[int
     return np.ndarray(extents, f"V{nbytes}", flat.view(np.uint8), offset, strides)
 
 
-def follow(table: t.OpTable, plan: Plan, memory: list[np.ndarray]) -> None:
-    """Executes a table tile by tile, as a single block would."""
-    counters = np.zeros(table.n_counters, int)
-    for record in table.words:
-        n, tile = record[t.EXTENT : t.EXTENT + 5].tolist(), {3: int(record[t.TILE_3]), 4: int(record[t.TILE_4])}
-        strides = [
-            [long(record[at + 2 * d : at + 2 * d + 2]) for d in range(5)] for at in (t.SOURCE_STRIDE, t.TARGET_STRIDE)
-        ]
-        offsets = [long(record[at : at + 2]) for at in (t.SOURCE_OFFSET, t.TARGET_OFFSET)]
-        grid = [n[0], n[1], n[2], int(record[t.TILES_3]), int(record[t.TILES_4])]
-        assert record[t.END_TILE] - record[t.FIRST_TILE] == np.prod(grid)
-        if record[t.WAIT] >= 0:
-            assert counters[record[t.WAIT]] == record[t.WAIT_COUNT], "waits for a later tile"
-        conversion = plan.conversions[record[t.CONVERT]]
-        rows = record[t.KIND] == t.ROWS
-        read, write = (1, 1) if rows else (itemsize(conversion.source), itemsize(conversion.target))
-        for index in np.ndindex(*grid):
-            starts = [*index[:3], index[3] * tile[3], index[4] * tile[4]]
-            count = [min(tile[d], n[d] - starts[d]) for d in (3, 4)]
-            at = [o + int(np.dot(starts, s)) for o, s in zip(offsets, strides, strict=True)]
-            target = strided(memory[record[t.TARGET]], at[1], count, strides[1][3:], write)
-            if rows:
-                assert all(x % 16 == 0 for x in (*at, count[1], strides[0][3], strides[1][3]))
-            if record[t.SOURCE] < 0:
-                value = conversion.apply(np.empty(count, np_dtype(conversion.source)))
-            else:
-                value = strided(memory[record[t.SOURCE]], at[0], count, strides[0][3:], read).copy()
-                value = value if rows else conversion.apply(value.view(np_dtype(conversion.source)))
-            target[...] = np.ascontiguousarray(value).view(f"V{write}")
-            if record[t.SIGNAL] >= 0:
-                counters[record[t.SIGNAL]] += 1
+def tiles_of(record: np.ndarray) -> Iterator[tuple[list[int], list[list[int]], list[int]]]:
+    """Offsets, strides and counts of dimensions 3 and 4 of each tile, in order."""
+    n, tile = record[r.EXTENT : r.EXTENT + 5].tolist(), {3: int(record[r.TILE_3]), 4: int(record[r.TILE_4])}
+    strides = [
+        [long(record[at + 2 * d : at + 2 * d + 2]) for d in range(5)] for at in (r.SOURCE_STRIDE, r.TARGET_STRIDE)
+    ]
+    offsets = [long(record[at : at + 2]) for at in (r.SOURCE_OFFSET, r.TARGET_OFFSET)]
+    for index in np.ndindex(*n[:3], int(record[r.TILES_3]), int(record[r.TILES_4])):
+        starts = [*index[:3], index[3] * tile[3], index[4] * tile[4]]
+        count = [min(tile[d], n[d] - starts[d]) for d in (3, 4)]
+        at = [o + int(np.dot(starts, s)) for o, s in zip(offsets, strides, strict=True)]
+        yield at, [s[3:] for s in strides], count
 
 
+def check_tile(record: np.ndarray, rule: Conversion, at: list[int], strides: list[list[int]], count: list[int]) -> None:
+    """The kernel's assumptions about the tiles of each kind."""
+    kind = record[r.KIND]
+    if kind in (r.ROWS, r.CAST):
+        reads, writes = r.pieces(rule)
+        assert strides[0][1] == 16 * reads
+        assert strides[1][1] == 16 * writes
+        assert all(x % 16 == 0 for x in (*at, strides[0][0], strides[1][0]))
+        assert count[0] * count[1] * 16 * max(reads, writes) <= r.TILE_NBYTES
+    if kind == r.TRANSPOSE:
+        read, write = itemsize(rule.source), itemsize(rule.target)
+        assert strides[0][0] == read
+        assert strides[1][1] == write
+        assert all(x % 16 == 0 for x in (*at, strides[0][1], strides[1][0], count[0] * read, count[1] * write))
+        assert count[0] <= r.TRANSPOSE_ROWS
+        assert count[1] * write <= r.TRANSPOSE_ROW_NBYTES
+
+
+def move_tile(
+    record: np.ndarray,
+    rule: Conversion,
+    at: list[int],
+    strides: list[list[int]],
+    count: list[int],
+    source: np.ndarray | None,
+    target: np.ndarray,
+) -> None:
+    read, write = itemsize(rule.source), itemsize(rule.target)
+    if record[r.KIND] in (r.ROWS, r.CAST):  # groups of elements that lie one after the other
+        group = 16 // min(read, write)
+        count = [count[0], count[1] * group]
+        strides = [[strides[0][0], read], [strides[1][0], write]]
+    into = strided(target, at[1], count, strides[1], write)
+    if source is None:
+        value = rule.apply(np.empty(count, np_dtype(rule.source)))
+    else:
+        value = rule.apply(strided(source, at[0], count, strides[0], read).copy().view(np_dtype(rule.source)))
+    into[...] = np.ascontiguousarray(value).view(f"V{write}")
+
+
+def follow(tables: OpTables, plan: Plan, memory: dict[Key, np.ndarray]) -> None:
+    """Executes all tables, one tile at a time: sends first, then what may go on of the rest."""
+    counters = [np.zeros(n, int) for n in tables.n_counters]
+    queues = {key: list(table.words) for key, table in tables.tables.items()}
+    for (device, phase), table in tables.tables.items():
+        ends = table.words[:, r.END_TILE]
+        assert np.all(np.diff(ends) > 0)
+        assert ends[-1] == table.n_tiles
+        assert np.array_equal(table.words[1:, r.FIRST_TILE], ends[:-1])
+        assert phase is Phase.FINISH or np.all(table.words[:, r.WAIT] < 0)
+        assert all(tables.device_of[at] == device for at, _ in table.moves if at >= 0)
+    while any(queues.values()):
+        before = sum(map(len, queues.values()))
+        for (device, phase), records in queues.items():
+            table = tables.tables[device, phase]
+            while records:
+                record = records[0]
+                if record[r.WAIT] >= 0 and counters[device][record[r.WAIT]] < record[r.WAIT_COUNT]:
+                    break
+                execute(records.pop(0), table, plan, memory, counters)
+        assert sum(map(len, queues.values())) < before, "nothing can go on"
+
+
+def execute(
+    record: np.ndarray, table: OpTable, plan: Plan, memory: dict[Key, np.ndarray], counters: list[np.ndarray]
+) -> None:
+    source, target = (table.buffers[record[k]] if record[k] >= 0 else None for k in (r.SOURCE, r.TARGET))
+    rule = plan.conversions[record[r.CONVERT]]
+    for at, strides, count in tiles_of(record):
+        check_tile(record, rule, at, strides, count)
+        move_tile(record, rule, at, strides, count, None if source is None else memory[source], memory[target])  # type: ignore[index]
+        if record[r.SIGNAL] >= 0:
+            state = table.buffers[record[r.SIGNAL_STATE]]
+            assert isinstance(state, State)
+            counters[state.device][record[r.SIGNAL]] += 1
+            assert record[r.REMOTE] in (0, 1)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(cases(max_depth=3))
-def test_following_the_records_gives_what_the_mapping_means(case: Case) -> None:
+@given(case=cases(max_depth=3))
+def test_following_the_records_gives_what_the_mapping_means(case: Case, devices: int) -> None:
     plan = case.plan()
-    table = t.make_table(plan, lambda key: key)
-    want, sources = expected_buffers(case, plan), source_buffers(case, plan)
-    memory = []
-    for key in table.buffers:
-        memory.append(sources[key] if key in sources else np.full(want[key].nbytes, 0xA5, np.uint8))
-    follow(table, plan, memory)
+    tables = optable.make_tables(plan, lambda rank: rank % devices, lambda key: key)
+    want = expected_buffers(case, plan)
+    memory = {key: np.full(flat.nbytes, 0xA5, np.uint8) for key, flat in want.items()} | source_buffers(case, plan)
+    follow(tables, plan, memory)
     for key, flat in want.items():
-        assert memory[table.buffers.index(key)].tobytes() == flat.tobytes()
+        assert memory[key].tobytes() == flat.tobytes()
+
+
+@pytest.mark.parametrize("devices", [1, 2, 5])
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(case=cases(max_depth=2))
+def test_every_writer_has_a_flag_of_its_own_in_the_states_it_writes_to(case: Case, devices: int) -> None:
+    plan = case.plan()
+    tables = optable.make_tables(plan, lambda rank: rank % devices, lambda key: key)
+    words = [tables.flag(kind, device) for kind in Flag for device in range(len(tables.devices))]
+    assert len({*words, *(word + 1 for word in words)}) == 2 * len(words)
+    assert max(words) + 2 == tables.counters
+    for (device, phase), table in tables.tables.items():
+        for target in tables.targets(device, phase):
+            assert device in tables.writers(target, phase)
+        remote = {bool(record[r.REMOTE]) for record in table.words}
+        assert remote == {target != device for target in tables.targets(device, phase)}
+
+
+REGIONS = {
+    "a copy": (BITS2, r.Region((r.Dim(64, 2, 2),), 0, 0), {r.ROWS: 64}),
+    "a copy that starts and ends inside a piece": (
+        BITS2,
+        r.Region((r.Dim(61, 2, 2),), 6, 22),
+        {r.ROWS: 56, r.ELEMENTS: 5},
+    ),
+    "a copy whose sides never align together": (BITS2, r.Region((r.Dim(64, 2, 2),), 0, 2), {r.ELEMENTS: 64}),
+    "rows of odd length": (BITS2, r.Region((r.Dim(4, 70, 70), r.Dim(16, 2, 2)), 0, 0), {r.ELEMENTS: 64}),
+    "a cast": (conversion("float32", (), "bfloat16"), r.Region((r.Dim(24, 4, 2),), 0, 0), {r.CAST: 24}),
+    "a ragged cast": (
+        conversion("float32", (), "bfloat16"),
+        r.Region((r.Dim(30, 4, 2),), 8, 4),
+        {r.CAST: 24, r.ELEMENTS: 6},
+    ),
+    "a transpose": (BITS2, r.Region((r.Dim(32, 2, 128), r.Dim(64, 64, 2)), 0, 0), {r.TRANSPOSE: 2048}),
+    "a ragged transpose": (
+        BITS2,
+        r.Region((r.Dim(29, 2, 128), r.Dim(60, 64, 2)), 6, 4),
+        {r.TRANSPOSE: 24 * 48, r.ELEMENTS: 29 * 60 - 24 * 48},
+    ),
+    "a transpose of rows of odd length": (
+        BITS2,
+        r.Region((r.Dim(32, 2, 128), r.Dim(64, 66, 2)), 0, 0),
+        {r.ELEMENTS: 2048},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_the_kind_of_a_record_follows_from_alignment(name: str) -> None:
+    rule, region, want = REGIONS[name]
+    have: dict[int, int] = {}
+    for record in r.records_of(region, rule, fills=False):
+        n = int(np.prod(record[r.EXTENT : r.EXTENT + 5]))
+        if record[r.KIND] in (r.ROWS, r.CAST):
+            n *= 16 // min(itemsize(rule.source), itemsize(rule.target))
+        have[int(record[r.KIND])] = have.get(int(record[r.KIND]), 0) + n
+    assert have == want

@@ -17,12 +17,15 @@ from shardfly_jax.sharding.plan import Plan
 class Executor(Protocol):
     """Runs a plan on buffers that it was built for."""
 
-    def run(self, sources: Sources, progress: Callable[[int], None] | None = None) -> None:
-        """Executes every move of the plan.
+    def start(self, sources: Sources, progress: Callable[[int], None] | None = None) -> Callable[[], None]:
+        """Begins to execute every move of the plan.
 
         Args:
-          sources: Gives the single-device array of each source shard.
+          sources: The single-device array of each source shard.
           progress: Called with the bytes written, from several threads.
+
+        Returns:
+          Waits until all is done, and raises what went wrong.
         """
 
 
@@ -39,20 +42,25 @@ def why_not_persistent(plan: Plan, devices: set[jax.Device]) -> tuple[str, ...]:
 
 
 def make_executor(
-    plan: Plan, buffers: Mapping[Key, Shard], source_devices: set[jax.Device], choice: str = "auto"
+    plan: Plan, buffers: Mapping[Key, Shard], source_devices: Mapping[int, jax.Device], choice: str = "auto"
 ) -> Executor:
     """Prepares a plan for repeated runs: the persistent kernel where it can, else the portable executor.
+
+    Args:
+      plan, buffers: Where the targets are.
+      source_devices: Device of each trainer rank.
+      choice: One of `EXECUTORS`.
 
     Raises:
       RegistrationError: `choice` is `persistent`, and it cannot; the reasons are listed.
     """
-    devices = source_devices | {shard.device for shard in buffers.values()}
+    devices = {*source_devices.values()} | {shard.device for shard in buffers.values()}
     if choice != "portable":
         reasons = why_not_persistent(plan, devices)
         if not reasons:
             from shardfly_jax.executors.persistent import PersistentExecutor
 
-            return PersistentExecutor(plan, buffers)
+            return PersistentExecutor(plan, buffers, source_devices)
         if choice == "persistent":
             raise RegistrationError(
                 f"registration: the persistent kernel cannot run this plan: {'; '.join(reasons)}. Use executor='auto'."

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from shardfly_jax.executors import hostcopy
-from shardfly_jax.executors.memory import Key, Shard, Sources, host_bytes
+from shardfly_jax.executors.memory import Key, Shard, Sources, host_bytes, nothing_left
 from shardfly_jax.sharding.formats import Conversion, np_dtype
 from shardfly_jax.sharding.moves import Move, View, move_size, source_key, source_view, target_key, target_view
 from shardfly_jax.sharding.plan import Plan
@@ -78,15 +78,16 @@ class HostExecutor:
         for read, part in _chunks(source_view(move, k), write, move_size(move) * flat.itemsize):
             yield _Item(source, read, part.of(flat), conversion)
 
-    def run(self, sources: Sources, progress: Callable[[int], None] | None = None) -> None:
+    def start(self, sources: Sources, progress: Callable[[int], None] | None = None) -> Callable[[], None]:
         """Executes every move; see `Executor`."""
-        arrays = {key: sources(*key) for key in self._read}
+        arrays = {key: sources[key] for key in self._read}
         flats = {key: host_bytes(array.unsafe_buffer_pointer(), array.nbytes) for key, array in arrays.items()}
         flats.update(self._targets)
         if progress is not None and self._shared_nbytes:
             progress(self._shared_nbytes)
         for items in self._hops:
             self._run_hop(items, flats, progress)
+        return nothing_left
 
     def _run_hop(
         self, items: list[_Item], flats: Mapping[Key, np.ndarray], progress: Callable[[int], None] | None

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from shardfly_jax.executors import convert
-from shardfly_jax.executors.memory import Key, Shard, Sources
+from shardfly_jax.executors.memory import Key, Shard, Sources, nothing_left
 from shardfly_jax.executors.strided import Region, indices, region
 from shardfly_jax.sharding.errors import StaleBuffer
 from shardfly_jax.sharding.formats import Conversion
@@ -36,7 +36,7 @@ class XlaExecutor:
         self.plan, self.buffers = plan, buffers
         self._order = list(plan.moves.in_order())
 
-    def run(self, sources: Sources, progress: Callable[[int], None] | None = None) -> None:
+    def start(self, sources: Sources, progress: Callable[[int], None] | None = None) -> Callable[[], None]:
         """Executes every move; see `Executor`.
 
         Raises:
@@ -57,6 +57,7 @@ class XlaExecutor:
                 "during the update, because something holds a view of their memory. Drop np.asarray and dlpack views "
                 "of rollout params, then register again."
             )
+        return nothing_left
 
     def _run(self, arrays: dict[int, jax.Array], sources: Sources, progress: Callable[[int], None] | None) -> None:
         for move, k in self._order:
@@ -71,7 +72,7 @@ class XlaExecutor:
                     if progress is not None:
                         progress(self.plan.move_nbytes(move))
                     continue
-                source = arrays[self.buffers[key].address] if move.hop else sources(*key)
+                source = arrays[self.buffers[key].address] if move.hop else sources[key]
                 piece = jax.device_put(_gather(source, source_view(move, k), conversion), target.device)
             arrays[target.address] = _scatter(arrays[target.address], written, piece)
             if progress is not None:

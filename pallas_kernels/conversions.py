@@ -1,0 +1,112 @@
+"""Conversions as emitted code, on the bits of single elements; the meaning is `sharding.formats.Conversion.apply`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardfly_jax.pallas_kernels import addresses as m
+from shardfly_jax.pallas_kernels.emit import Int, const
+from shardfly_jax.sharding.formats import Cast, Conversion, Divide, Fill, MulAdd, itemsize, np_dtype, number
+
+
+def fills(conversion: Conversion) -> bool:
+    """Whether it reads nothing."""
+    return bool(conversion.steps) and isinstance(conversion.steps[0], Fill)
+
+
+def convert(conversion: Conversion, element: list[Int]) -> list[Int]:
+    """The converted words of one element.
+
+    Args:
+      element: Its words, zero-extended; nothing for a fill.
+    """
+    value, dtype = element, conversion.source
+    for step in conversion.steps:
+        match step:
+            case Fill(constant, dtype):
+                value = [const(word) for word in fill_words(constant, dtype)]
+            case Cast(target):
+                value, dtype = [_narrow(_wide(value[0], dtype), target)], target
+            case _:
+                value = [_narrow(_compute(step, _wide(value[0], dtype)), dtype)]
+    return value
+
+
+def convert_packed(conversion: Conversion, elements: Sequence[list[Int]]) -> list[Int]:
+    """The converted elements as consecutive words; at least one word of them."""
+    width = itemsize(conversion.target)
+    if not conversion.steps or conversion.target != "bfloat16" or not isinstance(conversion.steps[-1], Cast):
+        return m.pack([convert(conversion, element) for element in elements], width)
+    dtype = conversion.source
+    wide = [element[0] for element in elements]
+    for step in conversion.steps[:-1]:
+        wide = [_narrow(_compute(step, _wide(x, dtype)), dtype) for x in wide]
+    wide = [_wide(x, dtype) for x in wide]
+    return [_narrow_pair(low, high) for low, high in zip(wide[::2], wide[1::2], strict=True)]
+
+
+def fill_words(constant: str, dtype: str) -> list[int]:
+    """The words of a constant."""
+    bits = np.asarray(number(constant)).astype(np_dtype(dtype)).reshape(1).view(np.uint8)
+    padded = np.concatenate([bits, np.zeros(-len(bits) % 4, np.uint8)]).view(np.uint32)
+    return [int(word) for word in padded]
+
+
+def _compute(step: object, x: Int) -> Int:
+    """A step of arithmetic on float32 bits."""
+    match step:
+        case MulAdd(factor, addend):
+            x = _flush(_arithmetic("mul", _flush(x), factor))
+            return _flush(_arithmetic("add", x, addend)) if addend else x
+        case Divide(divisor):
+            return _flush(_arithmetic("div", _flush(x), divisor))
+    raise TypeError(f"conversion step {step!r} has no code")
+
+
+def _arithmetic(op: str, bits: Int, constant: float) -> Int:
+    """One correctly rounded float32 operation with a constant, on bits."""
+    text = f"0f{int(np.float32(constant).view(np.uint32)):08X}"
+    code = f"{{ .reg .f32 x; mov.b32 x, $1; {op}.rn.f32 x, x, {text}; mov.b32 $0, x; }}"
+    return m.ptx_value(code, "=r,r", bits, pure=True)
+
+
+def _flush(bits: Int) -> Int:
+    """Float32 bits with subnormals replaced by zero of their sign."""
+    return ((bits & 0x7F800000) == 0).where(bits & 0x80000000, bits)
+
+
+def _wide(bits: Int, dtype: str) -> Int:
+    """Bits of a float as bits of the same float32."""
+    if dtype == "bfloat16":
+        return bits << 16
+    if dtype == "float16":
+        code = "{ .reg .b16 h; .reg .f32 x; cvt.u16.u32 h, $1; cvt.f32.f16 x, h; mov.b32 $0, x; }"
+        return m.ptx_value(code, "=r,r", bits, pure=True)
+    return bits
+
+
+def _narrow(bits: Int, dtype: str) -> Int:
+    """Float32 bits rounded to a dtype, to nearest even."""
+    if dtype == "bfloat16":
+        rounded = (bits + ((bits >> 16 & 1) + 0x7FFF)) >> 16
+        nan = (bits >> 16 & 0x8000) | 0x7FC0
+        return ((bits & 0x7FFFFFFF) > 0x7F800000).where(nan, rounded)
+    if dtype == "float16":
+        code = "{ .reg .b16 h; .reg .f32 x; mov.b32 x, $1; cvt.rn.f16.f32 h, x; cvt.u32.u16 $0, h; }"
+        return m.ptx_value(code, "=r,r", bits, pure=True)
+    return bits
+
+
+def _narrow_pair(low: Int, high: Int) -> Int:
+    """Two float32 rounded to bfloat16, side by side, as `_narrow` does: two instructions unless there is a NaN."""
+    code = (
+        "{ .reg .f32 a, b; .reg .pred p; .reg .b32 s, n; mov.b32 a, $1; mov.b32 b, $2;"
+        " cvt.rn.bf16x2.f32 $0, b, a; setp.num.f32 p, a, b; @p bra DONE;"
+        " setp.nan.f32 p, a, a; shr.b32 s, $1, 16; and.b32 s, s, 0x8000; or.b32 s, s, 0x7fc0;"
+        " prmt.b32 n, $0, s, 0x3254; @p mov.b32 $0, n;"
+        " setp.nan.f32 p, b, b; shr.b32 s, $2, 16; and.b32 s, s, 0x8000; or.b32 s, s, 0x7fc0;"
+        " prmt.b32 n, $0, s, 0x5410; @p mov.b32 $0, n; DONE: }"
+    )
+    return m.ptx_value(code, "=&r,r,r", low, high, pure=True)

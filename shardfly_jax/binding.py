@@ -1,0 +1,242 @@
+"""Which arrays of a params tree are a plan's source shards: resolved once for its structure, checked every time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardfly_jax.executors.memory import Key, memory_of
+from shardfly_jax.layout import Place, box_of, leaf_places, leaves_of, read_tree
+from shardfly_jax.registry import Session
+from shardfly_jax.sharding.errors import ParamsMismatch, PlanError
+from shardfly_jax.sharding.formats import dtype_name, itemsize
+from shardfly_jax.sharding.layouts import Layout
+from shardfly_jax.sharding.problem import Family
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What one leaf of the params must be, and which source shards it holds.
+
+    Attributes:
+      name: Of the tensor.
+      label: The name, and the rank of a rank-local part, for messages.
+      keys: (family, tensor, rank) and device of each shard that the plan reads.
+      is_whole: Whether the leaf is a single-device array itself.
+    """
+
+    name: str
+    label: str
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: jax.sharding.Sharding
+    keys: tuple[tuple[Key, jax.Device], ...]
+    is_whole: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Binding:
+    """Names of a params tree, resolved once for its structure.
+
+    Attributes:
+      structure: Trees of this structure need no name resolved.
+      expected: Per leaf; None for leaves that the plan does not read.
+      devices: Of each rank that holds a source shard.
+      ranges: Per memory, the keys of the source shards in it, and their sizes in bytes.
+      seen: What each leaf was like when it was last checked in full: its abstract value and sharding, by identity.
+    """
+
+    structure: Any
+    expected: tuple[Expected | None, ...]
+    devices: dict[int, jax.Device]
+    ranges: dict[str, tuple[list[Key], np.ndarray]]
+    seen: list[Any]
+
+
+def shards_of(leaves: list[Any], binding: Binding) -> dict[Key, jax.Array]:
+    """The single-device array of every source shard."""
+    arrays: dict[Key, jax.Array] = {}
+    for leaf, want in zip(leaves, binding.expected, strict=True):
+        if want is not None:
+            if want.is_whole:
+                arrays.update((key, leaf) for key, _ in want.keys)
+                continue
+            by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
+            arrays.update((key, by_device[device]) for key, device in want.keys)
+    return arrays
+
+
+def bind(params_: Any, session: Session) -> tuple[list[Any], Binding]:
+    """The leaves of a params tree, and what they are to a plan.
+
+    Raises:
+      ParamsMismatch: They are not the planned ones.
+    """
+    leaves, structure = leaves_of(params_)
+    if session.binding is None or session.binding.structure != structure:
+        session.binding = _resolve(params_, session)
+    faults = []
+    seen = session.binding.seen
+    for k, (leaf, want) in enumerate(zip(leaves, session.binding.expected, strict=True)):
+        if want is None:
+            continue
+        like = seen[k]
+        known = like is not None and getattr(leaf, "aval", None) is like[0] and leaf.sharding is like[1]
+        if known and not leaf.is_deleted():
+            continue
+        if not isinstance(leaf, jax.Array):
+            faults.append(f"{want.label} is a {type(leaf).__name__}, but a jax.Array is needed")
+        elif leaf.is_deleted():
+            faults.append(f"{want.label} was deleted or donated. Pass the params that the train step returned")
+        elif leaf.shape != want.shape:
+            faults.append(f"{want.label} has shape {leaf.shape}, but the plan has {want.shape}")
+        elif leaf.dtype != want.dtype:
+            faults.append(f"{want.label} is {leaf.dtype}, but the plan has {want.dtype}")
+        elif leaf.sharding != want.sharding and not leaf.sharding.is_equivalent_to(want.sharding, leaf.ndim):
+            faults.append(
+                f"{want.label} has sharding {_named(leaf.sharding)}, but the plan has {_named(want.sharding)}"
+            )
+        else:
+            seen[k] = (leaf.aval, leaf.sharding)
+    if faults:
+        raise _mismatch(faults)
+    return leaves, session.binding
+
+
+def _named(sharding: jax.sharding.Sharding) -> str:
+    return f"{sharding} on the devices {sorted(map(str, sharding.device_set))}"
+
+
+def _mismatch(faults: list[str]) -> ParamsMismatch:
+    return ParamsMismatch(
+        f"params: {len(faults)} differ from the plan; nothing was written. Pass the planned params or make a "
+        "new plan.\n" + "\n".join(f"  - {fault}." for fault in faults)
+    )
+
+
+def _needed(session: Session) -> dict[str, list[tuple[int, int]]]:
+    """(family, tensor) pairs of each source name."""
+    needed: dict[str, list[tuple[int, int]]] = {}
+    for index in session.plan.source_families:
+        for tensor, name in enumerate(session.plan.families[index].names):
+            needed.setdefault(name, []).append((index, tensor))
+    return needed
+
+
+def _resolve(params_: Any, session: Session) -> Binding:
+    needed = _needed(session)
+    families = session.plan.families
+    places, leaves, structure = leaf_places(params_, needed)
+    have = {name for name, _ in places}
+    if missing := [name for name in needed if name not in have]:
+        raise _mismatch([f"{name!r} is missing" for name in missing])
+    ranks = _rank_devices(params_, session, places, leaves)
+    expected: list[Expected | None] = []
+    faults: list[str] = []
+    for (name, rank), leaf in zip(places, leaves, strict=True):
+        if name not in needed or not isinstance(leaf, jax.Array):
+            if name in needed:
+                faults.append(f"{name!r} is a {type(leaf).__name__}, but a jax.Array is needed")
+            expected.append(None)
+            continue
+        keys = []
+        for index, tensor in needed[name]:
+            layout = families[index].layout
+            fault = _fault(leaf, layout, rank, ranks)
+            if fault:
+                faults.append(f"{name!r} {fault}")
+                break
+            if rank is None:
+                keys += [((index, tensor, r), ranks[r]) for r in layout.ranks]
+            else:
+                keys.append(((index, tensor, rank), next(iter(leaf.devices()))))
+        label = repr(name) if rank is None else f"{name!r} of rank {rank}"
+        whole = len(leaf.sharding.device_set) == 1
+        expected.append(Expected(name, label, leaf.shape, leaf.dtype, leaf.sharding, tuple(keys), whole))
+    given = {key for want in expected if want is not None for key, _ in want.keys}
+    if not faults:
+        for name, members in needed.items():
+            absent = {r for i, t in members for r in families[i].layout.ranks if (i, t, r) not in given}
+            if absent:
+                faults.append(f"{name!r} lacks the shards of ranks {sorted(absent)}")
+    if faults:
+        raise _mismatch(faults)
+    devices = {key[2]: device for want in expected if want is not None for key, device in want.keys}
+    return Binding(structure, tuple(expected), devices, _ranges(expected, families), [None] * len(expected))
+
+
+def _ranges(expected: list[Expected | None], families: tuple[Family, ...]) -> dict[str, tuple[list[Key], np.ndarray]]:
+    found: dict[str, list[tuple[Key, int]]] = {}
+    for want in expected:
+        for key, device in want.keys if want is not None else ():
+            layout = families[key[0]].layout
+            nbytes = math.prod(layout.buffer_shape(key[2])) * itemsize(layout.dtype)
+            found.setdefault(memory_of(device), []).append((key, nbytes))
+    return {
+        memory: ([key for key, _ in items], np.array([n for _, n in items], np.int64))
+        for memory, items in found.items()
+    }
+
+
+def _rank_devices(params_: Any, session: Session, places: list[Place], leaves: list[Any]) -> dict[int, jax.Device]:
+    """Device of each trainer rank: as planned, or in the mesh order of these params."""
+    source = session.plan.source
+    if source is not None and all(device is not None for device in source.devices):
+        return {rank: device for rank, device in enumerate(source.devices) if device is not None}
+    ranks = {
+        rank: next(iter(leaf.devices()))
+        for (_, rank), leaf in zip(places, leaves, strict=True)
+        if rank is not None and isinstance(leaf, jax.Array)
+    }
+    if ranks:
+        return ranks
+    try:
+        devices = read_tree(params_, "params").devices
+    except PlanError as error:
+        raise _mismatch([fault.rstrip(".") for fault in error.faults]) from None
+    return {rank: device for rank, device in enumerate(devices) if device is not None}
+
+
+def _fault(leaf: jax.Array, layout: Layout, rank: int | None, ranks: dict[int, jax.Device]) -> str | None:
+    """Why an array is not the planned source; None if it is."""
+    if dtype_name(leaf.dtype) != layout.dtype:
+        return f"is {leaf.dtype}, but the plan has {layout.dtype}"
+    if rank is not None:
+        if rank not in layout.position or leaf.shape != layout.buffer_shape(rank):
+            want = layout.buffer_shape(rank) if rank in layout.position else "nothing"
+            return f"has shape {leaf.shape} on rank {rank}, but the plan has {want} there"
+        if leaf.devices() != {ranks[rank]}:
+            return f"lies on {leaf.devices()} for rank {rank}, but that rank is on {ranks[rank]}"
+        return None
+    if layout.strides is not None:
+        return "is one array, but the plan has strided shards. Give one flat buffer per rank, {rank: array}"
+    if leaf.shape != layout.shape:
+        return f"has shape {leaf.shape}, but the plan has {layout.shape}"
+    index = leaf.sharding.devices_indices_map(leaf.shape)
+    for r in layout.ranks:
+        device = ranks.get(r)
+        if device not in index or box_of(leaf.shape, index[device]) != layout.box(r):
+            return f"has sharding {_named(leaf.sharding)}, but its planned shard of rank {r} is on {device}"
+    return None
+
+
+def check_overlap(session: Session, binding: Binding, arrays: dict[Key, jax.Array]) -> None:
+    """Raises:
+    ParamsMismatch: A source shard shares memory with a registered buffer.
+    """
+    for memory, (keys, nbytes) in binding.ranges.items():
+        addresses = np.array([arrays[key].unsafe_buffer_pointer() for key in keys], np.int64)
+        shared = session.occupied.first_overlap(memory, addresses, nbytes)
+        if shared is None:
+            continue
+        source, target = (session.plan.families[key[0]].name(key[1]) for key in (keys[shared[0]], shared[1]))
+        raise _mismatch(
+            [
+                f"{source!r} lies in the buffer registered for {target!r}. Give the rollout buffers of its own, "
+                "e.g. sf.register(plan)"
+            ]
+        )
