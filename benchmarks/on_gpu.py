@@ -1,9 +1,9 @@
 """The persistent kernel on one GPU, against the bound and the best jitted XLA program for the same targets.
 
 Trainer and rollout are one rank each on the same GPU, so bytes are read and written in one memory. The bound is bytes
-read plus written over the rate of a device-to-device copy, measured in the same run; the rate of a plain elementwise
-XLA kernel stands beside it. Every target is compared bit for bit with XLA's conversion on the GPU before anything is
-timed, and the smallest model also with the mapping's meaning on the host.
+read plus written over the rate of `cudaMemcpy` from device to device, measured in the same run; the rate of a plain
+elementwise XLA kernel stands beside it. Every target is compared bit for bit with XLA's conversion on the GPU before
+anything is timed, and the smallest model also with the mapping's meaning on the host.
 """
 
 from __future__ import annotations
@@ -18,21 +18,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, SingleDeviceSharding
 
 import shardfly_jax as sf
 from shardfly_jax.layout import leaf_names
 from shardfly_jax.today import make_update
 from shardfly_jax.update import bound_sources
 
-CASES = [
-    # model, layers, trainer dtype, also checked on the host
-    ("Qwen3-0.6B", 28, "bfloat16", True),
-    ("Qwen3-8B", 36, "bfloat16", False),
-    ("Qwen3-8B", 36, "float32", False),
-    ("Qwen3-30B-A3B", 12, "bfloat16", False),
+MODELS = [
+    # model, layers, trainer dtype
+    ("Qwen3-0.6B", 28, "bfloat16"),
+    ("Qwen3-8B", 36, "bfloat16"),
+    ("Qwen3-8B", 36, "float32"),
+    ("Qwen3-30B-A3B", 12, "bfloat16"),
+]
+MATRICES = [
+    # what happens to 64 matrices of 4096 x 12288, trainer dtype
+    ("copied", "bfloat16"),
+    ("copied", "float32"),
+    ("transposed", "bfloat16"),
 ]
 RUNS = 11
+COPIED_NBYTES = 4 << 30
 
 
 def timed(work: Callable[[], Any]) -> list[float]:
@@ -47,14 +54,25 @@ def timed(work: Callable[[], Any]) -> list[float]:
 
 
 def rates(gpu: jax.Device) -> dict[str, float]:
-    """Bytes read plus written per second: of a device-to-device copy, and of an elementwise XLA kernel."""
-    x = jax.device_put(jnp.arange(1 << 30, dtype=jnp.int32), gpu)
+    """Bytes read plus written per second: of `cudaMemcpy` on the device, and of an elementwise XLA kernel."""
+    from cuda.bindings import runtime
+
+    x = jax.device_put(jnp.arange(COPIED_NBYTES // 4, dtype=jnp.int32), gpu)
+    y = jax.device_put(jnp.zeros(COPIED_NBYTES // 4, jnp.int32), gpu)
+    jax.block_until_ready((x, y))
+    to, source = y.unsafe_buffer_pointer(), x.unsafe_buffer_pointer()
+
+    def copy() -> None:
+        (error,) = runtime.cudaMemcpy(to, source, COPIED_NBYTES, runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice)
+        (late,) = runtime.cudaDeviceSynchronize()
+        if error.value or late.value:
+            raise RuntimeError(f"cudaMemcpy: {error}, {late}")
+
+    copied = min(timed(copy))
+    del y
     add = jax.jit(lambda x: x + 1)
-    copy = jax.jit(lambda x: jnp.copy(x))
-    return {
-        "copy_rate": 2 * x.nbytes / min(timed(lambda: copy(x).block_until_ready())),
-        "elementwise_rate": 2 * x.nbytes / min(timed(lambda: add(x).block_until_ready())),
-    }
+    added = min(timed(lambda: add(x).block_until_ready()))
+    return {"copy_rate": 2 * COPIED_NBYTES / copied, "elementwise_rate": 2 * COPIED_NBYTES / added}
 
 
 def run(report: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -62,59 +80,106 @@ def run(report: Callable[[str], None]) -> list[dict[str, Any]]:
     gpu = jax.local_devices(backend="gpu")[0]
     rate = rates(gpu)
     rows = []
-    for model, layers, dtype, on_host in CASES:
-        report(f"{model}, {layers} layers, {dtype}")
-        rows.append(measure(gpu, model, layers, dtype, on_host) | rate)
-        row = rows[-1]
+    for case in (*MODELS, *MATRICES):
+        params, plan = of_model(gpu, *case) if len(case) == 3 else of_matrices(gpu, *case)
+        label = f"{case[0]}, {case[1]} layers" if len(case) == 3 else f"64 matrices of 4096 x 12288 {case[0]}"
+        report(f"{label}, {case[-1]}")
+        row = {"case": label, "trainer_dtype": case[-1]} | measure(gpu, params, plan, case[0] == MODELS[0][0]) | rate
+        kernel = statistics.median(row["kernel_secs"])
         row["bound_secs"] = row["moved_nbytes"] / row["copy_rate"]
-        row["of_bound"] = row["bound_secs"] / statistics.median(row["kernel_secs"])
-        row["of_elementwise"] = row["moved_nbytes"] / row["elementwise_rate"] / statistics.median(row["kernel_secs"])
-        row["faster_than_xla"] = statistics.median(row["xla_secs"]) / statistics.median(row["kernel_secs"])
+        row["of_bound"] = row["bound_secs"] / kernel
+        row["of_elementwise"] = row["moved_nbytes"] / row["elementwise_rate"] / kernel
+        row["faster_than_xla"] = statistics.median(row["xla_secs"]) / kernel
         report(f"  {row['of_bound']:.3f} of the bound, {row['faster_than_xla']:.2f}x XLA")
+        rows.append(row)
+        del params, plan
     return rows
 
 
-def measure(gpu: jax.Device, name: str, layers: int, dtype: str, on_host: bool) -> dict[str, Any]:
-    """One case: checked, then timed."""
+def of_model(gpu: jax.Device, name: str, layers: int, dtype: str) -> tuple[Any, sf.Plan]:
+    """tunix params of a model, and a plan to vLLM's layout."""
     model = dataclasses.replace(sf.engines.model(name), layers=layers)
     one = np.array([gpu]).reshape(1, 1)
     trainer = sf.engines.tunix.trainer(model, Mesh(one, ("fsdp", "tp")), dtype=dtype)
     rollout = sf.engines.vllm.rollout(model, Mesh(one, ("replica", "tp")))
     plan = sf.make_plan(trainer.params, rollout.params, sf.engines.route(trainer, rollout), allow_cast="*")
-    plan = sf.register(plan, executor="persistent")
-    keys = iter(jax.random.split(jax.random.key(time.time_ns() % 2**31), len(jax.tree.leaves(trainer.params))))
-    params = jax.tree.map(
-        lambda s: jax.device_put(jax.random.normal(next(keys), s.shape, s.dtype), s.sharding), trainer.params
-    )
-    jax.block_until_ready(params)
+    return random_params(trainer.params), sf.register(plan, executor="persistent")
+
+
+def of_matrices(gpu: jax.Device, what: str, dtype: str) -> tuple[Any, sf.Plan]:
+    """Matrices that only change their dtype, or their layout."""
+    place = SingleDeviceSharding(gpu)
+    shape = (4096, 12288)
+    source = {f"w{k}": jax.ShapeDtypeStruct(shape, dtype, sharding=place) for k in range(64)}
+    to = shape if what == "copied" else shape[::-1]
+    target = {name: jax.ShapeDtypeStruct(to, jnp.bfloat16, sharding=place) for name in source}
+    moved = {name: sf.src(name) if what == "copied" else sf.src(name).rearrange("a b -> b a") for name in source}
+    plan = sf.make_plan(source, target, sf.Mapping(moved), allow_cast="*")
+    return random_params(source), sf.register(plan, executor="persistent")
+
+
+def random_params(shapes: Any) -> Any:
+    """Normal values, other ones in each run."""
+    keys = iter(jax.random.split(jax.random.key(time.time_ns() % 2**31), len(jax.tree.leaves(shapes))))
+    params = jax.tree.map(lambda s: jax.device_put(jax.random.normal(next(keys), s.shape, s.dtype), s.sharding), shapes)
+    return jax.block_until_ready(params)
+
+
+def measure(gpu: jax.Device, params: Any, plan: sf.Plan, on_host: bool) -> dict[str, Any]:
+    """One case: checked, then timed."""
     start = time.perf_counter()
     out = sf.sync(params, plan)
     first = time.perf_counter() - start
-    checked = _compare(out, make_update(plan)(params))
+    update = make_update(plan)
+    checked = _compare(out, update(params))
     if on_host:
         sf.verify(params, plan)
-    before = (gpu.memory_stats() or {}).get("bytes_in_use", 0)
     sources = bound_sources(params, plan)
     session = plan.registered()
     assert session.executor is not None
     executor = session.executor
+    before = memory(gpu)
     kernel = timed(lambda: executor.start(sources)())
-    after = (gpu.memory_stats() or {}).get("bytes_in_use", 0)
     sync = timed(lambda: sf.sync(params, plan))
-    update = make_update(plan)
+    grown = memory(gpu) - before
     return {
-        "model": name,
-        "layers": layers,
-        "trainer_dtype": dtype,
+        "arrays": len(jax.tree.leaves(params)),
         "moved_nbytes": sum(leaf.nbytes for leaf in jax.tree.leaves(params)) + _written(plan),
         "checked_nbytes": checked,
         "first_secs": first,
         "kernel_secs": kernel,
         "sync_secs": sync,
+        "host_secs": _until_last_launch(executor, lambda: sf.sync(params, plan)),
         "xla_secs": timed(lambda: update(params)),
-        "grown_nbytes": after - before,
+        "grown_nbytes": grown.tolist(),
         "gpu": gpu.device_kind,
     }
+
+
+def memory(gpu: jax.Device) -> np.ndarray:
+    """Bytes in use, and the most there ever were."""
+    stats = gpu.memory_stats() or {}
+    return np.array([stats.get("bytes_in_use", 0), stats.get("peak_bytes_in_use", 0)])
+
+
+def _until_last_launch(executor: Any, sync: Callable[[], Any]) -> list[float]:
+    """Seconds from the call of `sync` until its last launch is on its way, of several calls."""
+    secs: list[float] = []
+    start = executor.start
+
+    def watched(*args: Any) -> Any:
+        wait = start(*args)
+        secs.append(time.perf_counter() - began)
+        return wait
+
+    executor.start = watched
+    try:
+        for _ in range(RUNS):
+            began = time.perf_counter()
+            sync()
+    finally:
+        del executor.start
+    return secs
 
 
 def _written(plan: sf.Plan) -> int:

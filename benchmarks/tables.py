@@ -79,11 +79,11 @@ def _updating(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
 
 
 def _on_gpu(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    header = ["update", "moved", "kernel, median", "of the bound", "of an elementwise kernel", "jitted XLA, median"]
-    header += ["XLA / kernel", "sync, median", "first"]
+    header = ["update", "moved", "launches, median", "of the bound", "of an elementwise kernel", "jitted XLA, median"]
+    header += ["XLA / launches", "sync, median", "until the last launch", "first", "grown"]
     lines = [
         [
-            f"{row['model']}, {row['layers']} layers, {row['trainer_dtype']} -> bfloat16",
+            f"{row['case']}, {row['trainer_dtype']} -> bfloat16",
             f"{row['moved_nbytes'] / 1e9:.2f} GB",
             f"{statistics.median(row['kernel_secs']) * 1e3:.2f} ms",
             f"{row['of_bound']:.3f}",
@@ -91,7 +91,9 @@ def _on_gpu(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
             f"{statistics.median(row['xla_secs']) * 1e3:.2f} ms",
             f"{row['faster_than_xla']:.2f}x",
             f"{statistics.median(row['sync_secs']) * 1e3:.2f} ms",
+            f"{statistics.median(row['host_secs']) * 1e3:.2f} ms, {row['arrays']} arrays",
             f"{row['first_secs']:.2f} s",
+            f"{max(row['grown_nbytes'])} B",
         ]
         for row in rows
     ]

@@ -128,13 +128,12 @@ def when(condition: Int) -> Iterator[None]:
         scf.YieldOp([])
 
 
-def if_else(condition: Int, then: Callable[[], Int], otherwise: Int) -> Int:
-    """What `then` computes in threads where a condition holds, elsewhere `otherwise`."""
-    op = scf.IfOp(condition.value, [otherwise.value.type], has_else=True)  # type: ignore[call-arg]
-    with ir.InsertionPoint(op.then_block):
-        scf.YieldOp([then().value])
-    with ir.InsertionPoint(op.else_block):
-        scf.YieldOp([otherwise.value])
+def if_else(condition: Int, then: Callable[[], Int], otherwise: Callable[[], Int], bits: int = 32) -> Int:
+    """What `then` computes in threads where a condition holds, elsewhere what `otherwise` does."""
+    op = scf.IfOp(condition.value, [_type(bits)], has_else=True)  # type: ignore[call-arg]
+    for block, compute in ((op.then_block, then), (op.else_block, otherwise)):
+        with ir.InsertionPoint(block):
+            scf.YieldOp([compute().value])
     return Int(op.results[0])
 
 

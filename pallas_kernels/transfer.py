@@ -15,14 +15,16 @@ Protocol
   deadline: a wait that goes on when the launch has lasted longer sets `ERROR`. Then no block starts another tile,
     nobody is told, and the report says which wait it was. What was written is void.
 
-Operands: the table, this launch's numbers and addresses, and the state, which is changed in place. Nothing about a
-model or plan is compiled in but the set of conversions. All of it is one warpgroup's code.
+Operands: the table, this launch's numbers and addresses, the state, which is changed in place, and, in a jitted step
+that cannot know the addresses of its arrays, these arrays. Flags and counters are in the device's inbox, at an address
+that never changes. Nothing about a model or plan is compiled in but the set of conversions. All of it is one
+warpgroup's code.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -34,21 +36,25 @@ from shardfly_jax.pallas_kernels.emit import Int, const, for_range, if_else, whe
 from shardfly_jax.sharding import records as r
 from shardfly_jax.sharding.formats import Conversion
 
-CLAIMED, FINISHED, ERROR, LAUNCHES, VERSION, POISONED = range(6)
-"""Words of a state before its flags."""
+CLAIMED, FINISHED, ERROR, LAUNCHES, REPORT, STATE = range(6)
+"""Words of a launch's state, and how many there are. REPORT is the error of the last launch, LAUNCHES anything; the
+others are zero between launches."""
+VERSION, POISONED = range(2)
+"""Words of an inbox before its flags."""
 (
     N_TILES,
     DEADLINE_MS,
     SESSION,
     EPOCH,
-    NEW_VERSION,  # what VERSION becomes at the end; -1: stays, and POISONED is set
-    COUNTERS,  # first counter of the state
-    RESET,  # how many counters are zeroed before anything else
+    NEW_VERSION,  # what VERSION becomes at the end; -1: stays
+    INBOX,  # index of the own one among the addresses
+    COUNTERS,  # first counter of an inbox
+    RESET,  # how many counters are zeroed before anything else, and whether POISONED is set
     N_HEADS,
     N_TAILS,
     N_TELLS,
-    LISTS,  # heads and tails: words of the own state; tells: pairs of buffer and word of its state; see `launch_size`
-) = range(11)
+    LISTS,  # heads and tails: words of the own inbox; tells: pairs of buffer and word of that inbox; see `launch_size`
+) = range(12)
 """Words of a launch."""
 HEAD, TAIL, COUNTER = 1, 2, 3
 """Kinds of error: what was waited for; the rest of the word says which one."""
@@ -77,7 +83,7 @@ def launch_size(flags: int, buffers: int) -> tuple[int, int, int, int]:
 
 @functools.lru_cache(maxsize=64)
 def make_kernel(
-    conversions: tuple[Conversion, ...], blocks: int, flags: int, room: int = 0
+    conversions: tuple[Conversion, ...], blocks: int, flags: int, room: int = 0, buffers: int = 0
 ) -> Callable[..., jax.Array]:
     """The kernel for plans with these conversions.
 
@@ -86,32 +92,37 @@ def make_kernel(
       blocks: Of the launch.
       flags: Room for heads, tails and tells, see `launch_size`.
       room: Bytes of shared memory that each block takes besides, so that fewer share a multiprocessor.
+      buffers: How many addresses the launch has, where its operands take the place of some; else 0.
 
     Returns:
-      `kernel(table, launch, state)`: int32 [records * WORDS], [words], [words]; it changes the state in place and
-      returns int32 [2]: the error, 0 if all went well, and the version.
+      `kernel(table, launch, state, *operands)`: int32 [records * WORDS], [words], [STATE], and arrays whose addresses
+      take the place of the first ones of the launch. It changes the state in place and returns int32 [1]: the error, 0
+      if all went well.
     """
 
-    def body(table, launch, state, out, tile, barrier, shared, _room):  # type: ignore[no-untyped-def]
+    def body(table, launch, state, *rest):  # type: ignore[no-untyped-def]
+        *operands, out, tile, barrier, shared, addresses, _room = rest
         state[LAUNCHES] = state[LAUNCHES] + 1  # JAX keeps the launch because it sees this write; its value is nobody's
-        refs = (table, launch, state, out, tile, barrier, shared)
+        refs = (table, launch, state, out, tile, barrier, shared, addresses, *operands)
 
         @plgpu.inline_mgpu(arg_types=tuple(plgpu.RefType() for _ in refs))
         def run(_, *memrefs):  # type: ignore[no-untyped-def]
-            globals_, shared_ = memrefs[:4], memrefs[4:]
-            Block(conversions, blocks, flags, *map(m.address, globals_), *map(m.shared_address, shared_)).run()
+            globals_, shared_, given = memrefs[:4], memrefs[4:8], memrefs[8:]
+            addresses = (*map(m.address, globals_), *map(m.shared_address, shared_))
+            Block(conversions, blocks, flags, *addresses, buffers=buffers).run([m.address(ref) for ref in given])
 
         run(*refs)
 
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((2,), jnp.int32),
+        out_type=jax.ShapeDtypeStruct((1,), jnp.int32),
         grid=(blocks,),
         grid_names=("block",),
         scratch_types=[
             plgpu.SMEM((r.TILE_NBYTES // 4,), jnp.int32),
             plgpu.SMEM((2,), jnp.int32),
             plgpu.SMEM((4,), jnp.int32),
+            plgpu.SMEM((max(2 * buffers, 2),), jnp.int32),
             plgpu.SMEM((max(room // 4, 1),), jnp.int32),
         ],
     )
@@ -123,8 +134,9 @@ class Block:
     Args:
       conversions, blocks, flags: As for `make_kernel`.
       table, launch, state, out: Global addresses.
-      tile, barrier, shared: Shared-memory addresses: of a tile, an mbarrier, and four words: the batch, the error of
-        a wait, and when this block started.
+      tile, barrier, shared, addresses: Shared-memory addresses: of a tile, an mbarrier, four words (the batch, the
+        error of a wait, and when this block started), and `buffers` addresses.
+      buffers: As for `make_kernel`.
     """
 
     def __init__(
@@ -139,10 +151,13 @@ class Block:
         tile: Int,
         barrier: Int,
         shared: Int,
+        addresses: Int,
+        buffers: int = 0,
     ):
         self.conversions, self.blocks = conversions, blocks
         self.table, self.launch, self.state, self.out = table, launch, state, out
-        self.tile, self.barrier, self.shared = tile, barrier, shared
+        self.tile, self.barrier, self.shared, self.addresses = tile, barrier, shared, addresses
+        self.buffers = buffers
         self.thread = m.thread()
         self.leads = self.thread == 0
         self.tails_at, self.tells_at, self.bases_at, _ = launch_size(flags, 0)
@@ -161,13 +176,24 @@ class Block:
 
     @property
     def counters(self) -> Int:
-        """Address of the first counter of the own state."""
-        return self.state + m.load_word(self.launch, COUNTERS) * const(4, 64)
+        """Address of the first counter of the own inbox."""
+        return self.inbox + m.load_word(self.launch, COUNTERS) * const(4, 64)
 
-    def run(self) -> None:
-        """The whole kernel."""
+    @property
+    def inbox(self) -> Int:
+        """Address of the own inbox."""
+        return self.base(m.load_word(self.launch, INBOX))
+
+    def run(self, operands: Sequence[Int] = ()) -> None:
+        """The whole kernel.
+
+        Args:
+          operands: Addresses that take the place of the launch's first ones.
+        """
         m.init_barrier(self.barrier)
         zero = const(0)
+        if self.buffers:
+            self.take(operands)
         self.reset()
         with when(self.leads):
             start = m.clock_ns()
@@ -197,12 +223,25 @@ class Block:
         while_loop([self.claim(), zero, zero], has_batch, do_batch)
         self.end()
 
+    def take(self, operands: Sequence[Int]) -> None:
+        """Puts the operands' addresses, and the launch's others, into shared memory: registers cannot be indexed."""
+
+        def copy(k: Int) -> None:
+            m.store_shared(self.addresses + k * 4, m.load32(self.launch + (k + self.bases_at) * const(4, 64)))
+
+        for_range(self.thread + 2 * len(operands), const(2 * self.buffers), m.THREADS, copy)
+        with when(self.leads):
+            for k, address in enumerate(operands):
+                m.store_shared(self.addresses + 8 * k, address.low())
+                m.store_shared(self.addresses + 8 * k + 4, (address >> 32).low())
+        m.barrier()
+
     def reset(self) -> None:
-        """Zeroes as many counters as the launch says."""
+        """Zeroes as many counters as the launch says, and sets POISONED if there are any."""
         count, counters, zero = m.load_word(self.launch, RESET), self.counters, const(0)
         for_range(self.thread, count, m.THREADS, lambda k: m.store_element(counters + k * const(4, 64), [zero], 4))
         with when(self.leads & (count != 0)):
-            m.store_element(self.state + 4 * POISONED, [const(1)], 4)
+            m.store_element(self.inbox + 4 * POISONED, [const(1)], 4)
 
     def claim(self) -> Int:
         """Claims a batch: its number in the leading thread, not waited for."""
@@ -232,7 +271,10 @@ class Block:
 
     def base(self, index: Int) -> Int:
         """Address of a buffer."""
-        return m.load_pair(self.launch + index * const(8, 64), self.bases_at)
+        if not self.buffers:
+            return m.load_pair(self.launch + index * const(8, 64), self.bases_at)
+        at = self.addresses + index * 8
+        return m.load_shared(at).wide() | m.load_shared(at + 4).wide() << 32
 
     def do_tile(self, at: Int, record: Int, number: Int, parity: Int) -> Int:
         """Waits for, moves and signals one tile; returns the barrier's parity after it."""
@@ -250,11 +292,11 @@ class Block:
             m.barrier()
             return error
 
-        failed = if_else(word(r.WAIT) != 0xFFFFFFFF, wait, const(0))
+        failed = if_else(word(r.WAIT) != 0xFFFFFFFF, wait, lambda: const(0))
         with when(failed == 0):
             self.move(tile, kind, convert, parity)
             with when(word(r.SIGNAL) != 0xFFFFFFFF):
-                self.signal(tile.remote, self.base(word(r.SIGNAL_STATE)), word(r.SIGNAL))
+                self.signal(tile.remote, self.base(word(r.SIGNAL_INBOX)), word(r.SIGNAL))
         bulk = (failed == 0) & (kind == r.ROWS) & (tile.remote != 0)
         return bulk.where(parity ^ 1, parity)
 
@@ -307,10 +349,10 @@ class Block:
                 with when(kind == r.ELEMENTS):
                     tiles.elements(tile, conversion)
 
-    def signal(self, remote: Int, state: Int, counter: Int) -> None:
+    def signal(self, remote: Int, inbox: Int, counter: Int) -> None:
         """Raises a counter after this tile's stores."""
         self.publish(remote)
-        at = state + (m.load_word(self.launch, COUNTERS) + counter) * const(4, 64)
+        at = inbox + (m.load_word(self.launch, COUNTERS) + counter) * const(4, 64)
         with when(self.leads & (remote != 0)):
             m.raise_counter(at, "sys")
         with when(self.leads & (remote == 0)):
@@ -351,7 +393,7 @@ class Block:
 
     def await_flag(self, word: Int, error: Int) -> None:
         """Until a flag stands; one of a later epoch of this session ends the launch."""
-        at, attempt = self.state + word * const(4, 64), self.attempt
+        at, attempt = self.inbox + word * const(4, 64), self.attempt
 
         def missing() -> Int:
             flag = m.read_flag(at)
@@ -374,8 +416,8 @@ class Block:
     def tell(self, k: Int) -> None:
         """Sets the `k`-th flag of other devices."""
         at = self.launch + k * const(8, 64)
-        state = self.base(m.load_word(at, self.tells_at))
-        m.write_flag(state + m.load_word(at, self.tells_at + 1) * const(4, 64), self.attempt)
+        inbox = self.base(m.load_word(at, self.tells_at))
+        m.write_flag(inbox + m.load_word(at, self.tells_at + 1) * const(4, 64), self.attempt)
 
     def end(self) -> None:
         """Counts this block as finished; the last one ends the phase."""
@@ -385,7 +427,7 @@ class Block:
         m.barrier()
         before = m.atomic_add(self.state + 4 * FINISHED, 1, "acq_rel", only=self.leads)
         with when(self.leads & (before == self.blocks - 1)):
-            error_at, version_at = self.state + 4 * ERROR, self.state + 4 * VERSION
+            error_at, version_at = self.state + 4 * ERROR, self.inbox + 4 * VERSION
             version = m.load_word(self.launch, NEW_VERSION)
             zero = const(0)
 
@@ -398,8 +440,8 @@ class Block:
             error = m.read_word(error_at)
             with when((error == 0) & (version != 0xFFFFFFFF)):
                 m.store_element(version_at, [version], 4)
-                m.store_element(self.state + 4 * POISONED, [zero], 4)
+                m.store_element(self.inbox + 4 * POISONED, [zero], 4)
             m.store_element(self.out, [error], 4)
-            m.store_element(self.out + 4, [m.read_word(version_at)], 4)
+            m.store_element(self.state + 4 * REPORT, [error], 4)
             for word in (CLAIMED, FINISHED, ERROR):
                 m.store_element(self.state + 4 * word, [zero], 4)

@@ -1,6 +1,7 @@
 """shardfly_jax streams the weights of a JAX trainer into the sharded buffers of its rollout engines."""
 
 from shardfly_jax import engines as engines
+from shardfly_jax.instep import receiving as receiving, send as send
 from shardfly_jax.layout import local as local
 from shardfly_jax.planning import Plan as Plan, load_plan as load_plan, make_plan as make_plan, replicas as replicas
 from shardfly_jax.registry import register as register, why_not_persistent as why_not_persistent
@@ -8,6 +9,7 @@ from shardfly_jax.sharding.errors import (
     DigestMismatch as DigestMismatch,
     LanguageError as LanguageError,
     NotRegistered as NotRegistered,
+    NoUpdate as NoUpdate,
     ParamsMismatch as ParamsMismatch,
     PlanError as PlanError,
     PlanFileError as PlanFileError,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from shardfly_jax import sharding
 from shardfly_jax.layout import Tree, read_tree
-from shardfly_jax.sharding.errors import DigestMismatch, NotRegistered, PlanError
+from shardfly_jax.sharding.errors import DigestMismatch, NotRegistered, NoUpdate, PlanError
 from shardfly_jax.sharding.language import Expr
 from shardfly_jax.sharding.layouts import Layout, LocalTensors
 from shardfly_jax.sharding.mapping import Mapping
@@ -64,6 +64,19 @@ class Plan(sharding.Plan):
                 f"plan {self.digest[:12]} carries the session of plan {self.session.digest[:12]}. Register it anew."
             )
         return self.session
+
+    @property
+    def sender(self) -> Any:
+        """What `sf.send` needs inside a jitted step; a pytree on the trainer's mesh, of the update that is under way.
+
+        Raises:
+          NotRegistered: The plan has no buffers.
+          NoUpdate: It is asked for outside of `with sf.receiving(plan)`.
+        """
+        sender = self.registered().sender
+        if sender is None:
+            raise NoUpdate("sender: no update is under way. Ask for plan.sender inside `with sf.receiving(plan):`.")
+        return sender
 
     def simulate(self, topology: Topology | str = "h100") -> Simulation:
         """Predicts an update's time on a topology, or on as many hosts of 8 GPUs of the named kind as it needs."""

@@ -14,6 +14,7 @@ import jax
 from shardfly_jax.buffers import allocate, check_memory
 from shardfly_jax.executors.choice import EXECUTORS, Executor, make_executor, why_not_persistent as reasons_against
 from shardfly_jax.executors.memory import Key, Occupied, Shard
+from shardfly_jax.layout import Tree
 from shardfly_jax.owners import Owner
 from shardfly_jax.planning import TARGET, Plan, Replicas
 from shardfly_jax.sharding.errors import Poisoned, RegistrationError, ShardflyError
@@ -29,6 +30,8 @@ class Session:
       owners: One per target tree.
       executor: None until the trainer's devices are known.
       choice: Which executor was asked for.
+      binding: Names of the params tree that was synced last, resolved.
+      sender: Of the update that `receiving` has begun; None when there is none.
     """
 
     def __init__(self, plan: Plan, owners: dict[str, Owner], allocated: bool, choice: str = "auto"):
@@ -46,6 +49,8 @@ class Session:
         self.executor: Executor | None = None
         self.choice = choice
         self.binding: Any = None
+        self.sender: Any = None
+        self._stepping: Any = None
         self._versions = {replica.name: 0 for replica in plan.replicas}
         empty = "its buffers have never been filled" if allocated else None
         self._poison: dict[str, str | None] = {replica.name: empty for replica in plan.replicas}
@@ -127,6 +132,32 @@ class Session:
     def make_executor(self, source_devices: Mapping[int, jax.Device]) -> None:
         """Prepares the plan for a trainer whose ranks are on these devices."""
         self.executor = make_executor(self.plan, self.buffers, source_devices, self.choice)
+
+    def stepping(self, source: Tree | None) -> Any:
+        """What makes senders for steps of the trainer whose tree is `source`.
+
+        Raises:
+          RegistrationError: The plan does not run on the persistent executor, or the trainer's tree does not say where
+            its arrays are.
+        """
+        if self._stepping is None:
+            placed = source is not None and all(device is not None for device in source.devices)
+            if source is None or not placed or None in source.shardings.values():
+                raise RegistrationError(
+                    "receiving: the plan does not know the trainer's shardings. Make it from the trainer's jax.Arrays "
+                    "or ShapeDtypeStructs on a mesh of devices, or call sf.sync(params, plan) after the step."
+                )
+            devices = {shard.device for shard in self.buffers.values()} | {d for d in source.devices if d is not None}
+            reasons = reasons_against(self.plan, devices)
+            if reasons or self.choice == "portable":
+                raise RegistrationError(
+                    f"receiving: a jitted step can send only through the persistent kernel, but "
+                    f"{'; '.join(reasons) or 'executor is portable'}. Call sf.sync(params, plan) after the step."
+                )
+            from shardfly_jax.executors.stepping import Stepping
+
+            self._stepping = Stepping(self.executor, source.shardings)  # type: ignore[arg-type]  # as was just checked
+        return self._stepping
 
     def handles(self) -> Any:
         """The rollouts' params: new arrays at the registered addresses, in their owners' structures."""

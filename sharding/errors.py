@@ -56,6 +56,10 @@ class StaleBuffer(ShardflyError, RuntimeError):
     """A registered buffer is no longer where it was registered. Nothing was written."""
 
 
+class NoUpdate(ShardflyError, RuntimeError):
+    """What belongs to an update was asked for while none is under way."""
+
+
 class Poisoned(ShardflyError, RuntimeError):
     """A replica holds a mixture of two updates because one failed half way; the next complete update heals it."""
 

@@ -1,10 +1,10 @@
 """Op tables: what each device does in each phase of an update, as records in the plan's order.
 
 Two phases hold records. *send* reads trainer shards: it holds the moves of the trainer ranks on its device. *finish*
-holds the forwards of the rollout ranks on its device, and the fills of its own buffers. Every device has a *state* of
-words that other devices write into:
+holds the forwards of the rollout ranks on its device, and the fills of its own buffers. Every device has an *inbox*:
+words at a fixed address, which other devices write into:
 
-    0 .. STATE_FLAGS          private to the kernel
+    0 .. INBOX_FLAGS          the version its buffers hold, and whether they are poisoned: written by itself
     flag(kind, device)        two words: the attempt that `device` has got so far with, see `Flag`
     counters                  how many tiles of a band have arrived, for the forwards that wait for it
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 
 import numpy as np
 
@@ -24,8 +24,8 @@ from shardfly_jax.sharding.formats import Fill, itemsize
 from shardfly_jax.sharding.moves import Key, Move, source_key, target_key
 from shardfly_jax.sharding.plan import Plan
 
-STATE_FLAGS = 16
-"""Words of a state before its flags."""
+INBOX_FLAGS = 16
+"""Words of an inbox before its flags."""
 
 
 class Phase(enum.Enum):
@@ -44,8 +44,8 @@ class Flag(enum.IntEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class State:
-    """The state of a device, as a buffer that a record can name."""
+class Inbox:
+    """The inbox of a device, as a buffer that a record can name."""
 
     device: int
 
@@ -56,13 +56,13 @@ class OpTable:
 
     Attributes:
       words: int32 [records, `records.WORDS`].
-      buffers: What `SOURCE`, `TARGET` and `SIGNAL_STATE` name.
+      buffers: What `SOURCE`, `TARGET` and `SIGNAL_INBOX` name.
       n_tiles: Tiles of all records.
       moves: Of each record: source rank, target rank.
     """
 
     words: np.ndarray
-    buffers: tuple[Key | State, ...]
+    buffers: tuple[Key | Inbox, ...]
     n_tiles: int
     moves: tuple[tuple[int, int], ...]
 
@@ -72,9 +72,9 @@ class OpTables:
     """The tables of all devices.
 
     Attributes:
-      devices: In the order in which flags and states number them.
+      devices: In the order in which flags and inboxes number them.
       tables: By device number and phase; devices without records in a phase have none.
-      device_of: Device number of each rank that moves anything.
+      device_of: Device number of each rank.
       n_counters: Of each device.
     """
 
@@ -84,13 +84,13 @@ class OpTables:
     n_counters: tuple[int, ...]
 
     def flag(self, kind: Flag, device: int) -> int:
-        """Word of a state in which `device` speaks."""
-        return STATE_FLAGS + 2 * (kind * len(self.devices) + device)
+        """Word of an inbox in which `device` speaks."""
+        return INBOX_FLAGS + 2 * (kind * len(self.devices) + device)
 
     @property
     def counters(self) -> int:
-        """First counter of a state."""
-        return STATE_FLAGS + 2 * len(Flag) * len(self.devices)
+        """First counter of an inbox."""
+        return INBOX_FLAGS + 2 * len(Flag) * len(self.devices)
 
     def ranks_on(self, device: int, phase: Phase | None = None) -> list[int]:
         """Ranks of a device that read in a phase, or (None) whose buffers are written."""
@@ -99,6 +99,16 @@ class OpTables:
             return sorted({to for _, to in moves if self.device_of[to] == device})
         table = self.tables.get((device, phase))
         return sorted({at for at, _ in table.moves if at >= 0}) if table else []
+
+    def ranks_that_raise(self, device: int, counter: int) -> list[int]:
+        """Ranks whose moves raise a counter of a device; a fill counts as its target's."""
+        found = set()
+        for table in self.tables.values():
+            if Inbox(device) in table.buffers:
+                inbox = table.buffers.index(Inbox(device))
+                raises = (table.words[:, r.SIGNAL] == counter) & (table.words[:, r.SIGNAL_INBOX] == inbox)
+                found |= {at if at >= 0 else to for (at, to), yes in zip(table.moves, raises, strict=True) if yes}
+        return sorted(found)
 
     def targets(self, device: int, phase: Phase) -> list[int]:
         """Devices whose buffers a device writes in a phase."""
@@ -110,17 +120,16 @@ class OpTables:
         return [d for d in range(len(self.devices)) if device in self.targets(d, phase)]
 
 
-def make_tables(plan: Plan, place: Callable[[int], Hashable], memory: Callable[[Key], object]) -> OpTables:
+def make_tables(plan: Plan, place: Mapping[int, Hashable], memory: Callable[[Key], object]) -> OpTables:
     """The tables of all moves of a plan.
 
     Args:
       plan: Its conversions are named by their index.
-      place: The device of a rank; hashable and sortable by its order of appearance.
+      place: The device of every rank that moves anything.
       memory: Equal for two target buffers that are one (aliases): copying between them is left out.
     """
-    ranks = sorted({rank for move in plan.moves for rank in (move.source_rank, move.target_rank)})
     devices: dict[Hashable, int] = {}
-    device_of = {rank: devices.setdefault(place(rank), len(devices)) for rank in ranks if rank >= 0}
+    device_of = {rank: devices.setdefault(place[rank], len(devices)) for rank in sorted(place)}
     counters: list[dict[Hashable, int]] = [{} for _ in devices]  # per device: (band, memory) -> number
     builders: dict[tuple[int, Phase], _Builder] = {}
     templates = _Templates(plan)
@@ -140,7 +149,7 @@ def make_tables(plan: Plan, place: Callable[[int], Hashable], memory: Callable[[
             record[r.REMOTE] = at != to
             if move.band >= 0:
                 number = counters[to].setdefault((move.band, memory(target)), len(counters[to]))
-                record[r.SIGNAL], record[r.SIGNAL_STATE] = number, builder.buffer(State(to))
+                record[r.SIGNAL], record[r.SIGNAL_INBOX] = number, builder.buffer(Inbox(to))
                 signalling.setdefault((to, number), []).append(record)
             if move.hop:
                 number = counters[at].setdefault((move.band, memory(source)), len(counters[at]))
@@ -166,12 +175,12 @@ class _Builder:
     """Collects the records of one table."""
 
     def __init__(self) -> None:
-        self.buffers: dict[Key | State, int] = {}
+        self.buffers: dict[Key | Inbox, int] = {}
         self.records: list[np.ndarray] = []
         self.moves: list[tuple[int, int]] = []
         self.tiles = 0
 
-    def buffer(self, key: Key | State) -> int:
+    def buffer(self, key: Key | Inbox) -> int:
         return self.buffers.setdefault(key, len(self.buffers))
 
     def add(self, record: np.ndarray, ranks: tuple[int, int]) -> None:

@@ -48,7 +48,7 @@ ELEMENTS_TILE_4 = 128
     WAIT,  # counter that must have reached WAIT_COUNT, -1 for none
     WAIT_COUNT,
     SIGNAL,  # counter that every finished tile raises by one, -1 for none
-    SIGNAL_STATE,  # index of the buffer that holds that counter
+    SIGNAL_INBOX,  # index of the buffer that holds that counter
     FIRST_TILE,
     END_TILE,  # tile t of a table belongs to the first record whose END_TILE is larger
     TILE_3,

@@ -12,7 +12,7 @@ from random_problems import Case, cases, expected_buffers, source_buffers
 from shardfly_jax.sharding import optable, records as r
 from shardfly_jax.sharding.formats import Conversion, conversion, itemsize, np_dtype
 from shardfly_jax.sharding.moves import Key
-from shardfly_jax.sharding.optable import Flag, OpTable, OpTables, Phase, State
+from shardfly_jax.sharding.optable import Flag, Inbox, OpTable, OpTables, Phase
 from shardfly_jax.sharding.plan import Plan
 
 BITS2 = conversion("bfloat16", (), "bfloat16")
@@ -114,8 +114,8 @@ def execute(
         check_tile(record, rule, at, strides, count)
         move_tile(record, rule, at, strides, count, None if source is None else memory[source], memory[target])  # type: ignore[index]
         if record[r.SIGNAL] >= 0:
-            state = table.buffers[record[r.SIGNAL_STATE]]
-            assert isinstance(state, State)
+            state = table.buffers[record[r.SIGNAL_INBOX]]
+            assert isinstance(state, Inbox)
             counters[state.device][record[r.SIGNAL]] += 1
             assert record[r.REMOTE] in (0, 1)
 
@@ -125,7 +125,7 @@ def execute(
 @given(case=cases(max_depth=3))
 def test_following_the_records_gives_what_the_mapping_means(case: Case, devices: int) -> None:
     plan = case.plan()
-    tables = optable.make_tables(plan, lambda rank: rank % devices, lambda key: key)
+    tables = optable.make_tables(plan, {rank: rank % devices for rank in range(plan.ranks)}, lambda key: key)
     want = expected_buffers(case, plan)
     memory = {key: np.full(flat.nbytes, 0xA5, np.uint8) for key, flat in want.items()} | source_buffers(case, plan)
     follow(tables, plan, memory)
@@ -138,7 +138,7 @@ def test_following_the_records_gives_what_the_mapping_means(case: Case, devices:
 @given(case=cases(max_depth=2))
 def test_every_writer_has_a_flag_of_its_own_in_the_states_it_writes_to(case: Case, devices: int) -> None:
     plan = case.plan()
-    tables = optable.make_tables(plan, lambda rank: rank % devices, lambda key: key)
+    tables = optable.make_tables(plan, {rank: rank % devices for rank in range(plan.ranks)}, lambda key: key)
     words = [tables.flag(kind, device) for kind in Flag for device in range(len(tables.devices))]
     assert len({*words, *(word + 1 for word in words)}) == 2 * len(words)
     assert max(words) + 2 == tables.counters

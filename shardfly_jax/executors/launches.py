@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from shardfly_jax.pallas_kernels import transfer
 from shardfly_jax.sharding import records
 from shardfly_jax.sharding.formats import Conversion
 from shardfly_jax.sharding.moves import Key
-from shardfly_jax.sharding.optable import OpTable, State
+from shardfly_jax.sharding.optable import Inbox, OpTables, Phase
 
 BLOCKS_PER_SM = 4
 FREE_SMS = 16
@@ -26,7 +27,7 @@ class Wait(NamedTuple):
     """A flag of another device.
 
     Attributes:
-      word: Of the waiting device's state.
+      word: Of the waiting device's inbox.
       who: What should have raised it, for messages.
     """
 
@@ -50,21 +51,19 @@ class Attempt(NamedTuple):
     deadline_ms: int
 
 
-class Launch:
-    """One phase on one device, launched once per update.
+class Work:
+    """What one phase does on one device, as the numbers that its kernel reads.
 
     Args:
       name: Of the phase and its ranks, for messages.
-      device: Where it runs.
-      table: Its records, if it has any.
+      tables: Of the plan.
+      device: Number of the device, and so of its inbox.
+      phase: Whose records it has, if any.
       conversions: What they name.
-      n_devices: Of the plan: as many flags it may wait for or set.
-      state: Of the device; changed in place.
-      counters: First counter of a state.
-      fixed: Addresses of states and of the buffers that never move.
+      fixed: Addresses of inboxes and of the buffers that never move.
       blocks, room: Of the kernel, see `transfer.make_kernel`.
       heads, tails: Flags it waits for before its first tile, and before it ends.
-      tells: Device numbers and words of their states that it sets.
+      tells: Device numbers and words of their inboxes that it sets.
       reset: How many counters it zeroes.
       publishes: Whether it sets the version.
     """
@@ -72,13 +71,11 @@ class Launch:
     def __init__(
         self,
         name: str,
-        device: jax.Device,
-        table: OpTable | None,
+        tables: OpTables,
+        device: int,
+        phase: Phase | None,
         conversions: tuple[Conversion, ...],
-        n_devices: int,
-        state: jax.Ref,
-        counters: int,
-        fixed: Mapping[Key | State, int],
+        fixed: Mapping[Key | Inbox, int],
         *,
         blocks: int = 1,
         room: int = 0,
@@ -88,71 +85,59 @@ class Launch:
         reset: int = 0,
         publishes: bool = False,
     ):
-        self.name, self.device, self.table, self.state = name, device, table, state
-        self.heads, self.tails, self.publishes = heads, tails, publishes
-        buffers = list(dict.fromkeys([*(table.buffers if table else ()), *(State(number) for number, _ in tells)]))
-        places = [index for index, key in enumerate(buffers) if key not in fixed]
-        self.moving = [key for key in buffers if key not in fixed and not isinstance(key, State)]
-        self._places, self._taken = np.array(places, np.int64), np.zeros(0, np.int64)
-        flags, room_for = size_class(n_devices), size_class(len(buffers))
-        tails_at, tells_at, self._bases_at, size = transfer.launch_size(flags, room_for)
-        self._bases = np.array([fixed.get(key, 0) for key in buffers] + [0] * (room_for - len(buffers)), np.uint64)
-        self._numbers = np.zeros(size, np.uint32)
-        self._numbers[transfer.COUNTERS], self._numbers[transfer.RESET] = counters, reset
-        for count, values in ((transfer.N_HEADS, heads), (transfer.N_TAILS, tails), (transfer.N_TELLS, tells)):
-            self._numbers[count] = len(values)
-        self._numbers[transfer.LISTS : transfer.LISTS + len(heads)] = [wait.word for wait in heads]
-        self._numbers[tails_at : tails_at + len(tails)] = [wait.word for wait in tails]
-        told = [number for device_, word in tells for number in (buffers.index(State(device_)), word)]
-        self._numbers[tells_at : tells_at + len(told)] = told
-        n_records = len(table.words) if table else 0
-        words = np.zeros((size_class(n_records), records.WORDS), np.int32)
-        if table:
-            words[:n_records] = table.words
-        self._table = jax.device_put(words.reshape(-1), device)
-        self._kernel = _jitted(conversions if table else (), blocks, flags, room)
-        self._compile()
+        self.name, self.heads, self.tails, self.publishes = name, heads, tails, publishes
+        self.table = table = tables.tables.get((device, phase)) if phase else None
+        self.conversions, self.blocks, self.room = conversions if table else (), blocks, room
+        self.flags = size_class(len(tables.devices))
+        self._tables, self._device, self._reset, self._tells, self._fixed = tables, device, reset, tells, fixed
+        self.moving = [key for key in table.buffers if key not in fixed and not isinstance(key, Inbox)] if table else []
 
-    def _compile(self) -> None:
-        """Launches it with nothing to do, so that the first update compiles nothing."""
-        numbers = np.zeros_like(self._numbers)
-        numbers[transfer.NEW_VERSION] = 0xFFFFFFFF
-        self._launch(numbers).block_until_ready()
-
-    def _launch(self, numbers: np.ndarray) -> jax.Array:
-        # What jax.jit does for a Ref among its arguments, but on its fast path: a tenth of the host time.
-        state = self.state._refs._buf
-        report, new = self._kernel(self._table, numbers.view(np.int32), state)
-        state._replace_with(new)
-        return report
-
-    def take_from(self, keys: Sequence[Key]) -> None:
-        """Says in which order `start` will get the addresses of buffers that are not fixed."""
-        number = {key: k for k, key in enumerate(keys)}
-        self._taken = np.array([number[key] for key in self.moving], np.int64)
-
-    def start(self, attempt: Attempt, sources: np.ndarray) -> jax.Array:
-        """Launches the phase.
+    def numbers(
+        self, operands: Mapping[Key, int] = MappingProxyType({}), n_operands: int = 0
+    ) -> tuple[np.ndarray, np.ndarray, dict[Key | Inbox, int]]:
+        """The numbers of a launch but for its attempt, and the records that go with them.
 
         Args:
-          attempt: Of this update.
-          sources: uint64 addresses of the buffers that are not fixed, as `take_from` said.
+          operands: Which of the launch's operands holds a buffer.
+          n_operands: How many there are; they take the first places among the addresses.
 
         Returns:
-          Its report: int32 [2], see `fault`.
+          uint32 numbers with the fixed addresses filled in, int32 [records * WORDS], and the word of each address.
         """
-        self._bases[self._places] = sources[self._taken]
-        numbers = self._numbers.copy()
+        inboxes = [Inbox(number) for number in (self._device, *(number for number, _ in self._tells))]
+        named = [key for key in (*(self.table.buffers if self.table else ()), *inboxes) if key not in operands]
+        places = dict(operands) | {key: place for place, key in enumerate(dict.fromkeys(named), n_operands)}
+        tails_at, tells_at, bases_at, size = transfer.launch_size(self.flags, size_class(n_operands + len(named)))
+        numbers = np.zeros(size, np.uint32)
         numbers[transfer.N_TILES] = self.table.n_tiles if self.table else 0
-        numbers[transfer.DEADLINE_MS], numbers[transfer.SESSION] = attempt.deadline_ms, attempt.session
-        numbers[transfer.EPOCH] = attempt.epoch & 0xFFFFFFFF
-        numbers[transfer.NEW_VERSION] = attempt.version & 0xFFFFFFFF if self.publishes else 0xFFFFFFFF
-        numbers[self._bases_at :] = self._bases.view(np.uint32)
-        return self._launch(numbers)
+        numbers[transfer.INBOX], numbers[transfer.COUNTERS] = places[Inbox(self._device)], self._tables.counters
+        numbers[transfer.RESET] = self._reset
+        told = [number for device, word in self._tells for number in (places[Inbox(device)], word)]
+        for count, at, values, per in (
+            (transfer.N_HEADS, transfer.LISTS, [wait.word for wait in self.heads], 1),
+            (transfer.N_TAILS, tails_at, [wait.word for wait in self.tails], 1),
+            (transfer.N_TELLS, tells_at, told, 2),
+        ):
+            numbers[count] = len(values) // per
+            numbers[at : at + len(values)] = values
+        words = {key: bases_at + 2 * place for key, place in places.items()}
+        for key, address in ((key, self._fixed[key]) for key in places if key in self._fixed):
+            numbers[words[key] : words[key] + 2] = address & 0xFFFFFFFF, address >> 32
+        return numbers, self._records(places), words
 
-    def fault(self, report: np.ndarray) -> str | None:
-        """What a report says went wrong: who waited for whom in which phase."""
-        error = int(report[0]) & 0xFFFFFFFF
+    def _records(self, places: Mapping[Key | Inbox, int]) -> np.ndarray:
+        """The records, their buffers named by place, padded so that plans of one size class share a kernel."""
+        n_records = len(self.table.words) if self.table else 0
+        words = np.zeros((size_class(n_records), records.WORDS), np.int32)
+        if self.table:
+            words[:n_records] = self.table.words
+            place = np.array([*(places[key] for key in self.table.buffers), -1], np.int32)  # -1 names nothing
+            for word in (records.SOURCE, records.TARGET, records.SIGNAL_INBOX):
+                words[:n_records, word] = place[self.table.words[:, word]]
+        return words.reshape(-1)
+
+    def fault(self, error: int) -> str | None:
+        """What a report's error says went wrong: who waited for whom in which phase."""
         kind, which = error >> transfer.ERROR_SHIFT, error & ((1 << transfer.ERROR_SHIFT) - 1)
         if not error:
             return None
@@ -161,8 +146,71 @@ class Launch:
         if kind == transfer.COUNTER:
             assert self.table is not None
             at, to = self.table.moves[which]
-            return f"{self.name} waited for what rank {at} was to forward to rank {to}"
+            writers = self._tables.ranks_that_raise(self._device, int(self.table.words[which, records.WAIT]))
+            who = " and ".join(f"rank {rank}" for rank in writers)
+            return f"{self.name} waited for what {who} sends to rank {at}, which forwards it to rank {to}"
         return f"{self.name} waited for {(self.heads if kind == transfer.HEAD else self.tails)[which].who}"
+
+
+def set_attempt(numbers: np.ndarray, attempt: Attempt, publishes: bool) -> None:
+    """Fills in what changes from update to update.
+
+    Args:
+      numbers: uint32 [..., words] of launches.
+      attempt: Of the update.
+      publishes: Whether the version is set.
+    """
+    numbers[..., transfer.DEADLINE_MS], numbers[..., transfer.SESSION] = attempt.deadline_ms, attempt.session
+    numbers[..., transfer.EPOCH] = attempt.epoch & 0xFFFFFFFF
+    numbers[..., transfer.NEW_VERSION] = attempt.version & 0xFFFFFFFF if publishes else 0xFFFFFFFF
+
+
+class Launch:
+    """One phase on one device, launched once per update by the host.
+
+    Args:
+      work: What it does.
+      device: Where.
+      sources: In which order `start` is given the addresses of buffers that are not fixed.
+    """
+
+    def __init__(self, work: Work, device: jax.Device, sources: Sequence[Key]):
+        self.work = work
+        self._numbers, table, words = work.numbers()
+        place = {key: k for k, key in enumerate(sources)}
+        self._taken = np.array([place[key] for key in work.moving], np.int64)
+        self._low = np.array([words[key] for key in work.moving], np.int64)
+        self._table = jax.device_put(table, device)
+        self._state = jax.device_put(np.zeros(transfer.STATE, np.int32), device)
+        self._kernel = _jitted(work.conversions, work.blocks, work.flags, work.room)
+        self._compile()
+
+    def _compile(self) -> None:
+        """Launches it with nothing to do, so that the first update compiles nothing."""
+        numbers = self._numbers.copy()
+        numbers[[transfer.N_TILES, transfer.RESET, transfer.N_HEADS, transfer.N_TAILS, transfer.N_TELLS]] = 0
+        set_attempt(numbers, Attempt(0, 0, 0, 0), publishes=False)
+        self._launch(numbers).block_until_ready()
+
+    def _launch(self, numbers: np.ndarray) -> jax.Array:
+        report, self._state = self._kernel(self._table, numbers.view(np.int32), self._state)
+        return report
+
+    def start(self, attempt: Attempt, sources: np.ndarray) -> jax.Array:
+        """Launches the phase.
+
+        Args:
+          attempt: Of this update.
+          sources: uint64 addresses of the buffers that are not fixed.
+
+        Returns:
+          Its report: int32 [1], the error.
+        """
+        numbers = self._numbers.copy()
+        set_attempt(numbers, attempt, self.work.publishes)
+        taken = sources[self._taken]
+        numbers[self._low], numbers[self._low + 1] = taken & 0xFFFFFFFF, taken >> 32
+        return self._launch(numbers)
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,25 +1,20 @@
-"""The persistent executor: one launch of one kernel per device and phase.
-
-An update is three phases. *ready* runs on every device with rollout buffers, behind the computations that were queued
-there before: it zeroes the arrival counters and lets the writers write. *send* runs on every device with trainer
-shards, launched once every *ready* has run, and moves. *finish* runs on the rollouts' devices again: it forwards what
-arrives, waits until everything has, and notes the version.
-"""
+"""The persistent executor: one launch of one kernel per device and phase (see `phases`)."""
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
 
-from shardfly_jax.executors.launches import BLOCKS_PER_SM, FREE_SMS, ROOM_OF_ONE, Attempt, Launch, Wait, size_class
+from shardfly_jax.executors.launches import Attempt, Launch, Work
 from shardfly_jax.executors.memory import Key, Shard, Sources
+from shardfly_jax.executors.phases import Phases
 from shardfly_jax.sharding import optable
 from shardfly_jax.sharding.errors import StaleBuffer, SyncTimeout
-from shardfly_jax.sharding.optable import Flag, Phase, State
+from shardfly_jax.sharding.optable import Inbox
 from shardfly_jax.sharding.plan import Plan
 from shardfly_jax.sharding.records import PIECE_NBYTES
 
@@ -49,33 +44,40 @@ class PersistentExecutor:
       buffers: Registered shards of all target families.
       source_devices: Device of each trainer rank that holds a planned shard.
 
+    Attributes:
+      deadline_ms: How long a launch may wait for others.
+      devices: That hold ranks, in the order in which the kernels number them.
+      sending: What *send* does on each of them that has something to send, by number.
+      idle: Gives the work of a device that takes part in a launch and has nothing to do.
+      source_keys: Source shards that are read.
+
     Raises:
       StaleBuffer: A buffer is not aligned to 16 bytes.
     """
 
     def __init__(self, plan: Plan, buffers: Mapping[Key, Shard], source_devices: Mapping[int, jax.Device]):
         self.plan = plan
-        self._session, self._epoch, self._version = secrets.randbits(32), 0, 0
         self.deadline_ms = DEADLINE_MS
+        self._session, self._epoch, self._version = secrets.randbits(32), 0, 0
         placed = dict(source_devices) | {key[2]: shard.device for key, shard in buffers.items()}
-        tables = optable.make_tables(
-            plan, lambda rank: placed[rank], lambda key: (buffers[key].device, buffers[key].address)
-        )
-        self._devices: list[jax.Device] = list(tables.devices)
-        words = [size_class(tables.counters + n) for n in tables.n_counters]
-        self._states = [
-            jax.new_ref(jax.device_put(np.zeros(n, np.int32), device))
-            for n, device in zip(words, self._devices, strict=True)
+        tables = optable.make_tables(plan, placed, lambda key: (buffers[key].device, buffers[key].address))
+        self.devices: list[jax.Device] = list(tables.devices)
+        self._inboxes = [  # written by kernels through their addresses, never given to XLA
+            jax.device_put(np.zeros(tables.counters + max(n, 1), np.int32), device)
+            for n, device in zip(tables.n_counters, self.devices, strict=True)
         ]
-        fixed: dict[Key | State, int] = {key: shard.address for key, shard in buffers.items()}
+        fixed: dict[Key | Inbox, int] = {key: shard.address for key, shard in buffers.items()}
         self._check_alignment(fixed)
-        fixed |= {State(number): ref.unsafe_buffer_pointer() for number, ref in enumerate(self._states)}
-        self._ready, self._send, self._finish = _Phases(plan, tables, self._devices, self._states, fixed).launches()
-        self.source_keys = list(dict.fromkeys(key for launch in self._send for key in launch.moving))
-        for launch in self._send:
-            launch.take_from(self.source_keys)
+        fixed |= {Inbox(number): array.unsafe_buffer_pointer() for number, array in enumerate(self._inboxes)}
+        phases = Phases(plan, tables, self.devices, fixed)
+        self.sending, self.idle = phases.send(), phases.idle
+        self.source_keys = list(dict.fromkeys(key for work in self.sending.values() for key in work.moving))
+        self._ready, self._send, self._finish = (
+            [Launch(work, self.devices[number], self.source_keys) for number, work in of.items()]
+            for of in (phases.ready(), self.sending, phases.finish())
+        )
 
-    def _check_alignment(self, addresses: Mapping[Key | State, int]) -> None:
+    def _check_alignment(self, addresses: Mapping[Key | Inbox, int]) -> None:
         for key, address in addresses.items():
             if address % PIECE_NBYTES and isinstance(key, tuple):
                 raise StaleBuffer(
@@ -94,127 +96,60 @@ class PersistentExecutor:
         addresses = np.array([array.unsafe_buffer_pointer() for array in arrays], np.uint64)
         if (addresses % PIECE_NBYTES).any():
             self._check_alignment(dict(zip(self.source_keys, addresses.tolist(), strict=True)))
-        self._epoch += 1
-        attempt = Attempt(self._session, self._epoch, self._version + 1, self.deadline_ms)
-        ready = [(launch, launch.start(attempt, addresses)) for launch in self._ready]
-        jax.block_until_ready([report for _, report in ready])
-        started = [(launch, launch.start(attempt, addresses)) for launch in (*self._send, *self._finish)]
+        attempt = self.begin()
+        sent = [(launch.work, launch.start(attempt, addresses)) for launch in self._send]
+        finished = self._start(self._finish, attempt)
 
         def wait() -> None:
-            self._check([(launch, np.asarray(report)) for launch, report in (*ready, *started)])
+            self._end(_errors([*sent, *finished]))
             arrays.clear()
-            self._version += 1
             if progress is not None:
                 progress(self.plan.target_nbytes)
 
         return wait
 
-    def _check(self, reports: list[tuple[Launch, np.ndarray]]) -> None:
-        faults = [fault for launch, report in reports if (fault := launch.fault(report))]
+    def finish(self, attempt: Attempt, sent: Callable[[], list[tuple[Work, int]]]) -> Callable[[], None]:
+        """Launches *finish* of an attempt that `begin` began and a jitted step sends.
+
+        Args:
+          attempt: From `begin`.
+          sent: Waits for the sends, and returns their errors.
+
+        Returns:
+          Waits, and raises as what `start` returns.
+        """
+        finished = self._start(self._finish, attempt)
+        return lambda: self._end([*sent(), *_errors(finished)])
+
+    def begin(self) -> Attempt:
+        """Begins an attempt: launches *ready* everywhere, and returns when all of them have run.
+
+        On a single device it returns at once, as what is launched there afterwards runs afterwards.
+        """
+        self._epoch += 1
+        attempt = Attempt(self._session, self._epoch, self._version + 1, self.deadline_ms)
+        ready = self._start(self._ready, attempt)
+        if len(self.devices) > 1:
+            jax.block_until_ready([report for _, report in ready])
+        return attempt
+
+    def _start(self, launches: Sequence[Launch], attempt: Attempt) -> list[tuple[Work, jax.Array]]:
+        none = np.zeros(0, np.uint64)
+        return [(launch.work, launch.start(attempt, none)) for launch in launches]
+
+    def _end(self, errors: Sequence[tuple[Work, int]]) -> None:
+        """Raises:
+        SyncTimeout: Some work did not get what it waited for.
+        """
+        faults = [fault for work, error in errors if (fault := work.fault(error & 0xFFFFFFFF))]
         if faults:
             raise SyncTimeout(
-                f"sync: {len(faults)} of {len(reports)} launches did not get what they waited for within "
+                f"sync: {len(faults)} of {len(errors)} launches did not get what they waited for within "
                 f"{self.deadline_ms / 1000:g} s:\n" + "\n".join(f"  - {fault}." for fault in faults)
             )
+        self._version += 1
 
 
-class _Phases:
-    """Builds the launches of a plan."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        tables: optable.OpTables,
-        devices: list[jax.Device],
-        states: list[jax.Ref],
-        fixed: Mapping[Key | State, int],
-    ):
-        self.plan, self.tables, self.devices, self.states, self.fixed = plan, tables, devices, states, fixed
-        self.numbers = range(len(devices))
-
-    def launches(self) -> tuple[list[Launch], list[Launch], list[Launch]]:
-        """Those of ready, send and finish."""
-        written = [d for d in self.numbers if self.tables.ranks_on(d)]
-        reading = [d for d in self.numbers if (d, Phase.SEND) in self.tables.tables]
-        forwarding = [d for d in self.numbers if (d, Phase.FINISH) in self.tables.tables]
-        return (
-            [self.ready(d) for d in written],
-            [self.send(d) for d in reading],
-            [self.finish(d) for d in sorted({*written, *forwarding})],
-        )
-
-    def ready(self, device: int) -> Launch:
-        """Tells every device that writes this one's buffers."""
-        tables = self.tables
-        writers = {*tables.writers(device, Phase.SEND), *tables.writers(device, Phase.FINISH)}
-        return self.launch(
-            f"ready of {self.who(device)}",
-            device,
-            None,
-            tells=[(writer, tables.flag(Flag.READY, device)) for writer in sorted(writers)],
-            reset=tables.n_counters[device],
-        )
-
-    def send(self, device: int) -> Launch:
-        """Moves what this device's trainer ranks hold."""
-        targets = self.tables.targets(device, Phase.SEND)
-        return self.launch(
-            f"send of {self.who(device, Phase.SEND)}",
-            device,
-            Phase.SEND,
-            blocks=self.devices[device].core_count * BLOCKS_PER_SM,
-            heads=self.readies(targets),
-            tells=[(target, self.tables.flag(Flag.SENT, device)) for target in targets],
-        )
-
-    def finish(self, device: int) -> Launch:
-        """Forwards and fills, then waits for everything that is written to this device."""
-        tables, cores = self.tables, self.devices[device].core_count
-        targets = [target for target in tables.targets(device, Phase.FINISH) if target != device]
-        alone = len(self.devices) == 1
-        tails = [
-            Wait(tables.flag(flag, writer), f"{phase.value} of {self.who(writer, phase)}")
-            for flag, phase in ((Flag.SENT, Phase.SEND), (Flag.FORWARDED, Phase.FINISH))
-            for writer in tables.writers(device, phase)
-            if (phase, writer) != (Phase.FINISH, device)
-        ]
-        has_records = (device, Phase.FINISH) in tables.tables
-        return self.launch(
-            f"finish of {self.who(device)}",
-            device,
-            Phase.FINISH,
-            blocks=1 if not has_records else cores * BLOCKS_PER_SM if alone else cores - FREE_SMS,
-            room=0 if alone else ROOM_OF_ONE,
-            heads=self.readies(targets),
-            tails=tails,
-            tells=[(target, tables.flag(Flag.FORWARDED, device)) for target in targets],
-            publishes=True,
-        )
-
-    def readies(self, targets: list[int]) -> list[Wait]:
-        """The flags of devices that let this one write."""
-        return [Wait(self.tables.flag(Flag.READY, target), f"ready of {self.who(target)}") for target in targets]
-
-    def who(self, device: int, phase: Phase | None = None) -> str:
-        """The ranks of a device that take part in a phase."""
-        ranks = self.tables.ranks_on(device, phase)
-        names = [
-            next((f"{rank} ({replica.name})" for replica in self.plan.replicas if rank in replica.ranks), str(rank))
-            for rank in ranks
-        ]
-        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        return f"rank{'s' if len(names) != 1 else ''} {shown} on {self.devices[device]}"
-
-    def launch(self, name: str, device: int, phase: Phase | None, **more) -> Launch:  # type: ignore[no-untyped-def]
-        """A launch on a device, with its records of a phase if there are any."""
-        return Launch(
-            name,
-            self.devices[device],
-            self.tables.tables.get((device, phase)) if phase else None,
-            self.plan.conversions,
-            len(self.devices),
-            self.states[device],
-            self.tables.counters,
-            self.fixed,
-            **more,
-        )
+def _errors(reports: Sequence[tuple[Work, jax.Array]]) -> list[tuple[Work, int]]:
+    got = jax.device_get([report for _, report in reports])
+    return [(work, int(report[0])) for (work, _), report in zip(reports, got, strict=True)]

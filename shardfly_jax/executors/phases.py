@@ -1,0 +1,113 @@
+"""The phases of an update, as work for each device: who waits for whom, who tells whom.
+
+*ready* runs on every device with rollout buffers, behind the computations that were queued there before: it zeroes the
+arrival counters and lets the writers write. *send* runs on every device with trainer shards, launched once every other
+device's *ready* has run, and moves. *finish* runs on the rollouts' devices again: it forwards what arrives, waits until
+everything has, and notes the version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+
+from shardfly_jax.executors.launches import BLOCKS_PER_SM, FREE_SMS, ROOM_OF_ONE, Wait, Work
+from shardfly_jax.sharding.moves import Key
+from shardfly_jax.sharding.optable import Flag, Inbox, OpTables, Phase
+from shardfly_jax.sharding.plan import Plan
+
+
+class Phases:
+    """Builds the work of a plan.
+
+    Args:
+      plan: The plan.
+      tables: Its tables.
+      devices: The tables' devices.
+      fixed: Addresses of inboxes and registered buffers.
+    """
+
+    def __init__(self, plan: Plan, tables: OpTables, devices: list[jax.Device], fixed: Mapping[Key | Inbox, int]):
+        self.plan, self.tables, self.devices, self.fixed = plan, tables, devices, fixed
+        self.numbers = range(len(devices))
+
+    def ready(self) -> dict[int, Work]:
+        """By device number: tells every device that writes this one's buffers."""
+        return {device: self._ready(device) for device in self.numbers if self.tables.ranks_on(device)}
+
+    def send(self) -> dict[int, Work]:
+        """By device number: moves what this device's trainer ranks hold."""
+        return {device: self._send(device) for device in self.numbers if (device, Phase.SEND) in self.tables.tables}
+
+    def idle(self, device: int) -> Work:
+        """Nothing."""
+        return self._work(f"nothing on {self.devices[device]}", device, None)
+
+    def finish(self) -> dict[int, Work]:
+        """By device number: forwards and fills, then waits for everything that is written to this device."""
+        busy = [d for d in self.numbers if self.tables.ranks_on(d) or (d, Phase.FINISH) in self.tables.tables]
+        return {device: self._finish(device) for device in busy}
+
+    def _ready(self, device: int) -> Work:
+        tables = self.tables
+        writers = {*tables.writers(device, Phase.SEND), *tables.writers(device, Phase.FINISH)}
+        return self._work(
+            f"ready of {self._who(device)}",
+            device,
+            None,
+            tells=[(writer, tables.flag(Flag.READY, device)) for writer in sorted(writers)],
+            reset=max(tables.n_counters[device], 1),
+        )
+
+    def _send(self, device: int) -> Work:
+        targets = self.tables.targets(device, Phase.SEND)
+        return self._work(
+            f"send of {self._who(device, Phase.SEND)}",
+            device,
+            Phase.SEND,
+            blocks=self.devices[device].core_count * BLOCKS_PER_SM,
+            heads=self._readies(targets),
+            tells=[(target, self.tables.flag(Flag.SENT, device)) for target in targets],
+        )
+
+    def _finish(self, device: int) -> Work:
+        tables, cores = self.tables, self.devices[device].core_count
+        targets = [target for target in tables.targets(device, Phase.FINISH) if target != device]
+        alone = len(self.devices) == 1
+        tails = [
+            Wait(tables.flag(flag, writer), f"{phase.value} of {self._who(writer, phase)}")
+            for flag, phase in ((Flag.SENT, Phase.SEND), (Flag.FORWARDED, Phase.FINISH))
+            for writer in tables.writers(device, phase)
+            if (phase, writer) != (Phase.FINISH, device)
+        ]
+        has_records = (device, Phase.FINISH) in tables.tables
+        return self._work(
+            f"finish of {self._who(device)}",
+            device,
+            Phase.FINISH,
+            blocks=1 if not has_records else cores * BLOCKS_PER_SM if alone else cores - FREE_SMS,
+            room=ROOM_OF_ONE if has_records and not alone else 0,
+            heads=self._readies(targets),
+            tails=tails,
+            tells=[(target, tables.flag(Flag.FORWARDED, device)) for target in targets],
+            publishes=True,
+        )
+
+    def _readies(self, targets: list[int]) -> list[Wait]:
+        """The flags of devices that let this one write."""
+        return [Wait(self.tables.flag(Flag.READY, target), f"ready of {self._who(target)}") for target in targets]
+
+    def _who(self, device: int, phase: Phase | None = None) -> str:
+        """The ranks of a device that read in a phase, or (None) that are written."""
+        ranks = self.tables.ranks_on(device, phase)
+        names = [
+            next((f"{rank} ({replica.name})" for replica in self.plan.replicas if rank in replica.ranks), str(rank))
+            for rank in ranks
+        ]
+        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        return f"rank{'s' if len(names) != 1 else ''} {shown} on {self.devices[device]}"
+
+    def _work(self, name: str, device: int, phase: Phase | None, **more) -> Work:  # type: ignore[no-untyped-def]
+        """Work on a device, with its records of a phase if there are any."""
+        return Work(name, self.tables, device, phase, self.plan.conversions, self.fixed, **more)

@@ -1,0 +1,421 @@
+"""The persistent executor on GPUs: awkward layouts, phases, deadlines, long runs, memory, use inside jitted steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import assert_same_bits, bits
+from jax.sharding import AbstractMesh, Mesh, SingleDeviceSharding
+
+import shardfly_jax as sf
+from shardfly_jax.sharding.formats import np_dtype
+
+pytestmark = pytest.mark.gpu
+
+FULL = 4096
+"""Largest extent of an awkward layout: several tiles in each direction."""
+
+
+def gpus() -> list[jax.Device]:
+    return jax.local_devices(backend="gpu")
+
+
+def raw(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Any bits."""
+    size = int(np.prod(shape)) * np_dtype(dtype).itemsize
+    return rng.integers(0, 256, size, np.uint8).view(np_dtype(dtype)).reshape(shape)
+
+
+def numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32).astype(np_dtype(dtype))
+
+
+def plan_on_one_gpu(arrays: dict[str, np.ndarray], mapping: sf.Mapping, targets: dict[str, Any]) -> tuple[Any, sf.Plan]:
+    place = SingleDeviceSharding(gpus()[0])
+    params = {name: jax.device_put(x, place) for name, x in arrays.items()}
+    target = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=place) for name, (shape, dtype) in targets.items()}
+    plan = sf.make_plan(params, target, mapping, allow_cast="*")
+    return params, sf.register(plan, executor="persistent")
+
+
+def random_view(rng: np.random.Generator, arrays: dict[str, np.ndarray], name: str) -> tuple[Any, np.ndarray]:
+    """An expression over one source, with its value: a slice at any offsets, then its axes in any order."""
+    x = arrays[name]
+    items = []
+    for n in x.shape:
+        lo = int(rng.integers(0, min(n, 40)))
+        hi = int(rng.integers(max(lo + 1, n - 40), n + 1))
+        items.append(slice(lo, hi))
+    letters = "abc"[: x.ndim]
+    order = "".join(rng.permutation(list(letters)))
+    expr = sf.src(name)[tuple(items)].rearrange(f"{' '.join(letters)} -> {' '.join(order)}")
+    return expr, x[tuple(items)].transpose([letters.index(letter) for letter in order])
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "int64"])
+def test_slices_at_any_offset_in_any_order_arrive_bit_for_bit(dtype: str) -> None:
+    seed = secrets.randbits(32)
+    print("seed", seed)
+    rng = np.random.default_rng(seed)
+    for _ in range(25):
+        arrays, mapping, want = {}, {}, {}
+        for k in range(8):
+            size = int(2 ** rng.uniform(6, 19))
+            dims = int(rng.integers(1, 4))
+            cut = sorted(rng.uniform(0, 1, dims - 1))
+            shape = tuple(max(1, round(size**f)) for f in np.diff([0.0, *cut, 1.0]))
+            if rng.integers(0, 2):  # lengths at which every kind of record is used
+                shape = tuple(-(-n // 16) * 16 for n in shape)
+            arrays[f"w{k}"] = raw(rng, shape, dtype)
+            mapping[f"t{k}"], want[f"t{k}"] = random_view(rng, arrays, f"w{k}")
+        targets = {name: (x.shape, x.dtype) for name, x in want.items()}
+        with jax.enable_x64(True):
+            params, plan = plan_on_one_gpu(arrays, sf.Mapping(mapping), targets)
+            buffers = sf.sync(params, plan)
+            for name, x in want.items():
+                assert np.array_equal(bits(buffers[name]), bits(x)), (seed, name, x.shape)
+
+
+@pytest.mark.parametrize("pair", ["float32 bfloat16", "bfloat16 float32", "float32 float16", "float16 bfloat16"])
+def test_casts_of_slices_in_any_order_arrive_bit_for_bit(pair: str) -> None:
+    source, target = pair.split()
+    seed = secrets.randbits(32)
+    print("seed", seed)
+    rng = np.random.default_rng(seed)
+    for _ in range(10):
+        arrays = {f"w{k}": numbers(rng, tuple(rng.integers(16, 400, 2) // 8 * 8), source) for k in range(6)}
+        mapping, want = {}, {}
+        for k in range(6):
+            expr, value = random_view(rng, arrays, f"w{k}") if k % 2 else (sf.src(f"w{k}"), arrays[f"w{k}"])
+            expr, value = (expr, value) if k < 3 else (expr.rearrange("a b -> b a"), value.T)
+            mapping[f"t{k}"], want[f"t{k}"] = expr, value.astype(np_dtype(target))
+        params, plan = plan_on_one_gpu(arrays, sf.Mapping(mapping), {n: (x.shape, x.dtype) for n, x in want.items()})
+        buffers = sf.sync(params, plan)
+        for name, x in want.items():
+            assert_same_bits(buffers[name], np.ascontiguousarray(x), f"{seed} {name}")
+
+
+MODEL = dataclasses.replace(
+    sf.engines.model("Qwen3-0.6B"), layers=2, hidden=256, heads=8, kv_heads=4, head_dim=32, width=512, vocab=1024
+)
+
+
+def small_model(
+    trainers: Mesh, placement: Callable[[int], jax.Device], rollout: tuple[int, int] = (2, 2)
+) -> tuple[Any, sf.Plan]:
+    trainer = sf.engines.tunix.trainer(MODEL, trainers, dtype="float32")
+    target = sf.engines.vllm.rollout(MODEL, AbstractMesh(rollout, ("replica", "tp")))
+    plan = sf.make_plan(trainer.params, target.params, sf.engines.route(trainer, target), allow_cast="*")
+    return trainer.params, sf.register(plan, placement=placement, executor="persistent")
+
+
+def one_gpu_mesh() -> Mesh:
+    return Mesh(np.array(gpus()[:1]).reshape(1, 1), ("fsdp", "tp"))
+
+
+def fresh_params(shapes: Any, rng: np.random.Generator) -> Any:
+    return jax.tree.map(lambda s: jax.device_put(numbers(rng, s.shape, "float32"), s.sharding), shapes)
+
+
+@pytest.fixture
+def model() -> tuple[Any, sf.Plan]:
+    return small_model(one_gpu_mesh(), lambda rank: gpus()[0])
+
+
+def executor_of(plan: sf.Plan) -> Any:
+    return plan.registered().executor
+
+
+def contents(plan: sf.Plan) -> dict[Any, np.ndarray]:
+    return {key: np.asarray(jnp.copy(shard.array)) for key, shard in plan.registered().buffers.items()}
+
+
+@pytest.mark.parametrize("rollout", [(1, 1), (1, 4), (3, 1), (2, 4), (4, 2)])
+def test_any_number_of_rollout_ranks_share_the_trainers_gpu(rollout: tuple[int, int]) -> None:
+    shapes, plan = small_model(one_gpu_mesh(), lambda rank: gpus()[0], rollout)
+    rng = np.random.default_rng()
+    for _ in range(3):
+        params = fresh_params(shapes, rng)
+        sf.sync(params, plan)
+        assert sf.verify(params, plan) == plan.target_nbytes
+
+
+def test_trainer_ranks_share_a_gpu_with_each_other_and_with_the_rollouts() -> None:
+    gpu, rng = gpus()[0], np.random.default_rng()
+    layout = sf.Layout((96, 64), "float32", {rank: [(24 * rank, 24 * rank + 24), (0, 64)] for rank in range(4)})
+    whole = sf.Layout((64, 96), "bfloat16", {rank: [(0, 64), (0, 96)] for rank in range(3)})
+    plan = sf.make_plan(
+        {"w": layout}, {"t": whole}, sf.Mapping({"t": sf.src("w").rearrange("a b -> b a")}), allow_cast="*"
+    )
+    plan = sf.register(plan, placement=lambda rank: gpu, executor="persistent")
+    for _ in range(5):
+        w = numbers(rng, (96, 64), "float32")
+        params = {"w": {rank: jax.device_put(w[24 * rank : 24 * rank + 24], gpu) for rank in range(4)}}
+        out = sf.sync(params, plan)
+        for rank in range(3):
+            assert_same_bits(np.asarray(out["t"][rank]).reshape(64, 96), w.T.astype(np_dtype("bfloat16")).copy())
+
+
+def test_a_thousand_updates_in_a_row_bring_fresh_data_each_time(model: tuple[Any, sf.Plan]) -> None:
+    shapes, plan = model
+    key = jax.random.key(secrets.randbits(31))
+    draw = jax.jit(
+        lambda key: jax.tree.map(lambda s: jax.random.normal(key, s.shape, s.dtype), shapes),
+        out_shardings=jax.tree.map(lambda s: s.sharding, shapes),
+    )
+    params = draw(key)
+    sf.sync(params, plan)
+    sf.verify(params, plan)
+    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(sf.params(plan))]
+    total = jax.jit(lambda tree: [leaf.astype(jnp.float32).sum() for leaf in jax.tree.leaves(tree)])
+    seen = set()
+    for step in range(1000):
+        params = draw(jax.random.fold_in(key, step))
+        out = sf.sync(params, plan)
+        seen.add(float(total(out)[0]))
+        if step % 100 == 99:
+            sf.verify(params, plan)
+    assert len(seen) > 990  # each one was new
+    assert plan.version["rollout/0"] == 1001
+    assert pointers == [x.unsafe_buffer_pointer() for x in jax.tree.leaves(sf.params(plan))]
+
+
+def test_updates_allocate_nothing_and_compile_nothing(model: tuple[Any, sf.Plan]) -> None:
+    shapes, plan = model
+    gpu = gpus()[0]
+    first, second = fresh_params(shapes, np.random.default_rng()), fresh_params(shapes, np.random.default_rng())
+    sf.sync(first, plan)
+    sf.sync(second, plan)
+    kernels = [launch._kernel for launch in (*executor_of(plan)._ready, *executor_of(plan)._send)]
+    compiled = [kernel._cache_size() for kernel in kernels]
+    before = gpu.memory_stats()
+    for _ in range(10):
+        sf.sync(first, plan)
+        sf.sync(second, plan)
+    after = gpu.memory_stats()
+    assert after["bytes_in_use"] == before["bytes_in_use"]
+    assert after["peak_bytes_in_use"] == before["peak_bytes_in_use"]
+    assert compiled == [kernel._cache_size() for kernel in kernels]
+
+
+def test_a_new_plan_of_the_same_size_class_compiles_nothing(model: tuple[Any, sf.Plan]) -> None:
+    _, plan = model
+    (launch,) = executor_of(plan)._send
+    compiled = launch._kernel._cache_size()
+    shapes, other = small_model(one_gpu_mesh(), lambda rank: gpus()[0], (2, 2))
+    params = fresh_params(shapes, np.random.default_rng())
+    sf.sync(params, other)
+    assert executor_of(other)._send[0]._kernel is launch._kernel
+    assert launch._kernel._cache_size() == compiled
+
+
+def test_a_trainer_that_never_sends_is_named_and_the_next_update_heals(model: tuple[Any, sf.Plan]) -> None:
+    shapes, plan = model
+    params = fresh_params(shapes, np.random.default_rng())
+    sf.sync(params, plan)
+    executor = executor_of(plan)
+    executor.deadline_ms, sends, executor._send = 200, executor._send, []
+    named = r"finish of ranks 1 \(rollout/0\).* on cuda:0 waited for what rank 0 sends to rank \d, which forwards it"
+    with pytest.raises(sf.SyncTimeout, match=named):
+        sf.sync(params, plan)
+    with pytest.raises(sf.Poisoned, match="SyncTimeout"):
+        sf.params(plan)
+    executor.deadline_ms, executor._send = 60_000, sends
+    params = fresh_params(shapes, np.random.default_rng())
+    sf.sync(params, plan)
+    sf.verify(params, plan)
+    assert plan.version["rollout/0"] == 2
+
+
+def test_a_send_without_ready_writes_nothing_and_names_who_was_not_ready(model: tuple[Any, sf.Plan]) -> None:
+    shapes, plan = model
+    params = fresh_params(shapes, np.random.default_rng())
+    sf.sync(params, plan)
+    before = contents(plan)
+    executor = executor_of(plan)
+    (launch,) = executor._send
+    attempt = executor.begin()._replace(epoch=executor._epoch + 1, deadline_ms=200)  # which no ready has announced
+    report = np.asarray(launch.start(attempt, addresses_of(fresh_params(shapes, np.random.default_rng()), plan)))
+    assert "send of rank 0" in launch.work.fault(int(report[0]))
+    assert "waited for ready of ranks 1 (rollout/0)" in launch.work.fault(int(report[0]))
+    for key, flat in contents(plan).items():
+        assert np.array_equal(flat.view(np.uint8), before[key].view(np.uint8))
+
+
+def test_a_writer_that_comes_too_late_writes_nothing(model: tuple[Any, sf.Plan]) -> None:
+    shapes, plan = model
+    params, late = (fresh_params(shapes, np.random.default_rng()) for _ in range(2))
+    sf.sync(params, plan)
+    executor = executor_of(plan)
+    old = executor.begin()
+    sf.sync(params, plan)
+    (launch,) = executor._send
+    report = np.asarray(launch.start(old, addresses_of(late, plan)))
+    assert "came after a later attempt had begun" in launch.work.fault(int(report[0]))
+    assert sf.verify(params, plan) == plan.target_nbytes
+
+
+def addresses_of(params: Any, plan: sf.Plan) -> np.ndarray:
+    from shardfly_jax.update import bound_sources
+
+    arrays = bound_sources(params, plan)
+    return np.array([arrays[key].unsafe_buffer_pointer() for key in executor_of(plan).source_keys], np.uint64)
+
+
+def test_computations_queued_before_sync_see_the_old_weights_and_later_ones_the_new(model: tuple[Any, sf.Plan]) -> None:
+    shapes, plan = model
+    first, second = (fresh_params(shapes, np.random.default_rng()) for _ in range(2))
+    rollout = sf.sync(first, plan)
+
+    @jax.jit
+    def slow(tree: Any, x: jax.Array) -> list[jax.Array]:
+        x = jax.lax.fori_loop(0, 30, lambda _, x: x @ x, x)
+        return [leaf + x[0, 1].astype(leaf.dtype) for leaf in jax.tree.leaves(tree)]  # which adds zero
+
+    x = jax.device_put(np.eye(4096, dtype=np.float32), gpus()[0])
+    want = [np.asarray(leaf) for leaf in slow(rollout, x)]
+    before = slow(rollout, x)
+    rollout = sf.sync(second, plan)
+    after = slow(rollout, x)
+    for old, new, known in zip(before, after, want, strict=True):
+        assert np.array_equal(bits(old), bits(known))
+        assert not np.array_equal(bits(new), bits(known))
+
+
+def test_a_deleted_buffer_is_stale_and_nothing_is_written(model: tuple[Any, sf.Plan]) -> None:
+    shapes, plan = model
+    params = fresh_params(shapes, np.random.default_rng())
+    out = sf.sync(params, plan)
+    jax.tree.leaves(out)[0].delete()
+    for shard in list(plan.registered().buffers.values())[:1]:
+        shard.array.delete()
+    with pytest.raises(sf.StaleBuffer):
+        sf.sync(params, plan)
+
+
+def trained(plan: sf.Plan) -> Callable[..., Any]:
+    """A jitted step that donates, and ends with a send."""
+
+    def step(params: Any, moment: Any, x: jax.Array, sender: Any) -> tuple[Any, Any]:
+        moment = jax.tree.map(lambda m, p: 0.9 * m + 0.01 * p * x, moment, params)
+        params = jax.tree.map(jnp.subtract, params, moment)
+        return sf.send(params, sender), moment
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+def check_steps(shapes: Any, plan: sf.Plan, steps: int = 4) -> None:
+    params = fresh_params(shapes, np.random.default_rng())
+    moment = jax.tree.map(jnp.zeros_like, params)
+    step = trained(plan)
+    pointers = None
+    version = plan.version["rollout/0"]
+    for k in range(steps):
+        with sf.receiving(plan) as update:
+            params, moment = step(params, moment, jnp.float32(k + 1), plan.sender)
+        assert sf.verify(params, plan) == plan.target_nbytes
+        now = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(update.params())]
+        assert pointers in (None, now)
+        pointers = now
+        assert plan.version["rollout/0"] == version + k + 1
+    assert step._cache_size() == 1
+    sf.sync(params, plan)  # both ways may take turns
+    assert sf.verify(params, plan) == plan.target_nbytes
+
+
+def test_a_jitted_step_that_donates_sends_its_new_params(model: tuple[Any, sf.Plan]) -> None:
+    check_steps(*model)
+
+
+def test_a_step_that_does_not_send_times_out_and_the_next_one_heals(model: tuple[Any, sf.Plan]) -> None:
+    shapes, plan = model
+    params = fresh_params(shapes, np.random.default_rng())
+    sf.sync(params, plan)
+    executor_of(plan).deadline_ms = 200
+    with pytest.raises(sf.SyncTimeout, match="waited for what rank 0 sends to rank"), sf.receiving(plan):
+        pass
+    with pytest.raises(sf.Poisoned):
+        sf.params(plan)
+    executor_of(plan).deadline_ms = 60_000
+    check_steps(shapes, plan, 2)
+
+
+def test_an_error_in_the_step_leaves_the_replicas_poisoned_until_the_next_update(model: tuple[Any, sf.Plan]) -> None:
+    shapes, plan = model
+    with pytest.raises(ZeroDivisionError), sf.receiving(plan):
+        raise ZeroDivisionError
+    with pytest.raises(sf.Poisoned, match="ZeroDivisionError"):
+        sf.params(plan)
+    check_steps(shapes, plan, 2)
+
+
+def test_a_flax_module_trains_and_sends_inside_nnx_jit() -> None:
+    from flax import nnx
+
+    gpu, rng = gpus()[0], np.random.default_rng()
+    place = SingleDeviceSharding(gpu)
+    with jax.default_device(gpu):
+        layer = nnx.Linear(64, 128, rngs=nnx.Rngs(secrets.randbits(31)))
+    target = {"weight": jax.ShapeDtypeStruct((128, 64), jnp.bfloat16, sharding=place)}
+    mapping = sf.Mapping({"weight": sf.src("kernel").rearrange("a b -> b a")})
+    plan = sf.make_plan(layer, target, mapping, allow_cast="*", unused="bias")
+    plan = sf.register(plan, executor="persistent")
+
+    @nnx.jit
+    def step(layer: nnx.Linear, x: jax.Array, sender: Any) -> jax.Array:
+        loss, grads = nnx.value_and_grad(lambda layer: (layer(x) ** 2).mean())(layer)
+        nnx.update(layer, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(layer, nnx.Param), grads))
+        sf.send(layer, sender)
+        return loss
+
+    x = jax.device_put(rng.standard_normal((8, 64), np.float32), gpu)
+    for _ in range(3):
+        with sf.receiving(plan) as update:
+            step(layer, x, plan.sender)
+        want = np.asarray(layer.kernel[...]).T.astype(np_dtype("bfloat16"))
+        assert_same_bits(update.params()["weight"], np.ascontiguousarray(want))
+
+
+@pytest.mark.multigpu
+class TestSeveralGpus:
+    """Ranks on several GPUs of one process."""
+
+    def test_replicas_on_other_gpus_get_every_byte(self) -> None:
+        devices = gpus()
+        shapes, plan = small_model(one_gpu_mesh(), lambda rank: devices[(rank + 1) % len(devices)], (4, 2))
+        rng = np.random.default_rng()
+        for _ in range(20):
+            params = fresh_params(shapes, rng)
+            sf.sync(params, plan)
+            assert sf.verify(params, plan) == plan.target_nbytes
+
+    def test_a_sharded_trainer_reaches_replicas_on_the_same_gpus(self) -> None:
+        devices = gpus()[:2]
+        mesh = Mesh(np.array(devices).reshape(2, 1), ("fsdp", "tp"))
+        shapes, plan = small_model(mesh, lambda rank: devices[rank % 2], (3, 2))
+        for _ in range(20):
+            params = fresh_params(shapes, np.random.default_rng())
+            sf.sync(params, plan)
+            assert sf.verify(params, plan) == plan.target_nbytes
+
+    def test_a_jitted_step_on_a_mesh_sends_from_every_gpu(self) -> None:
+        devices = gpus()[:2]
+        mesh = Mesh(np.array(devices).reshape(2, 1), ("fsdp", "tp"))
+        check_steps(*small_model(mesh, lambda rank: devices[rank % 2], (2, 2)))
+
+    def test_a_gpu_that_never_sends_is_named_on_the_gpu_that_waits(self) -> None:
+        devices = gpus()[:2]
+        shapes, plan = small_model(one_gpu_mesh(), lambda rank: devices[1], (2, 1))
+        params = fresh_params(shapes, np.random.default_rng())
+        sf.sync(params, plan)
+        executor = executor_of(plan)
+        executor.deadline_ms, executor._send = 300, []
+        with pytest.raises(sf.SyncTimeout, match=r"on cuda:1 waited for (send of rank 0 on cuda:0|what rank 0 sends)"):
+            sf.sync(params, plan)
