@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping as AbstractMapping
 from typing import NamedTuple
 
 from shardfly_jax.sharding.errors import LanguageError
-from shardfly_jax.sharding.language import Alias, Expr, FamilyIndex, Index, Src, children, outer_fuse, rewrite
+from shardfly_jax.sharding.language import Alias, Expr, FamilyIndex, Index, Src, Stack, children, outer_fuse, rewrite
 from shardfly_jax.sharding.patterns import FAMILY, NamePattern, name_pattern, name_shape
 
 
@@ -117,10 +117,22 @@ def bind(text: str, expr: Expr, values: AbstractMapping[str, int]) -> Bound:
         if isinstance(node, Src | Alias):
             return type(node)(name_pattern(node.name).bind(values))
         if isinstance(node, Index):
-            return Index(rewrite(node.value, leaf), tuple(_bound_item(item, values) for item in node.items))
+            items = tuple(_bound_item(item, values) for item in node.items)
+            picked = _part_of_stack(node.value, items)
+            if picked is not None:
+                part = rewrite(picked, leaf)
+                return Index(part, items[1:]) if items[1:] else part
+            return Index(rewrite(node.value, leaf), items)
         return None
 
     return Bound(pattern, rewrite(expr, leaf))
+
+
+def _part_of_stack(value: Expr, items: tuple[int | slice | FamilyIndex, ...]) -> Expr | None:
+    """The part that an index takes out of a stack; without it, each of n experts would be cut out of a stack of n."""
+    if not (isinstance(value, Stack) and value.axis == 0 and items and isinstance(items[0], int)):
+        return None
+    return value.parts[items[0]] if -len(value.parts) <= items[0] < len(value.parts) else None
 
 
 def _bound_item(item: int | slice | FamilyIndex, values: AbstractMapping[str, int]) -> int | slice | FamilyIndex:

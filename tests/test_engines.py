@@ -21,7 +21,7 @@ from shardfly_jax.planning import make_plan
 
 DENSE = Model(
     name="small", family="qwen3", layers=2, hidden=16, heads=8, kv_heads=2, head_dim=8, width=32, vocab=100, tied=True,
-    experts=None,
+    qk_norm=True,
 )  # fmt: skip
 SPARSE = dataclasses.replace(DENSE, family="qwen3_moe", tied=False, experts=Experts(count=8, width=16))
 

@@ -22,20 +22,52 @@ class Experts:
     Attributes:
       count: Routed experts per layer.
       width: Intermediate size of one expert.
+      dense_layers: How many of the first layers have a dense MLP instead.
+      shared_width: Intermediate size of the MLP that every token passes; 0 without one.
+      correction: Whether the router has `e_score_correction_bias`, float32.
+      interleaved: gpt-oss' form: one tensor per layer whose columns alternate between gate and up, [in, out], with
+        biases, and a router with a bias.
     """
 
     count: int
     width: int
+    dense_layers: int = 0
+    shared_width: int = 0
+    correction: bool = False
+    interleaved: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, section 2.1).
+
+    Attributes:
+      q_rank: Of the query's compression; None where queries are projected at once.
+      kv_rank: Of the joint compression of keys and values.
+      nope, rope: Head dimensions of queries and keys without and with rotary embedding.
+      value: Head dimension of values.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """Sizes of a decoder-only transformer in Hugging Face's terms.
+    """Sizes of a decoder-only transformer in Hugging Face's terms. Draft layers (MTP) are another model's.
 
     Attributes:
-      family: `qwen3`, `qwen3_moe`, `llama3`, ...
-      experts: None for dense models.
+      family: `qwen3`, `qwen3_moe`, `llama3`, `deepseek_v3`, `gpt_oss` or `glm4_moe`.
+      head_dim: Of queries and keys.
       tied: Whether `lm_head` is the embedding.
+      experts: None for dense models.
+      latent: None for grouped-query attention.
+      qk_norm: Whether queries and keys are normed per head.
+      qkv_bias, o_bias: Whether those projections have biases.
+      sinks: Whether each head has an attention sink.
     """
 
     name: str
@@ -48,7 +80,22 @@ class Model:
     width: int
     vocab: int
     tied: bool
-    experts: Experts | None
+    experts: Experts | None = None
+    latent: Latent | None = None
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    sinks: bool = False
+
+    @property
+    def dense_layers(self) -> range:
+        """Layers with a dense MLP."""
+        return range(self.layers if self.experts is None else self.experts.dense_layers)
+
+    @property
+    def sparse_layers(self) -> range:
+        """Layers with experts."""
+        return range(len(self.dense_layers), self.layers)
 
 
 def names() -> tuple[str, ...]:
@@ -66,12 +113,25 @@ def model(name: str) -> Model:
     if name not in data:
         raise PlanError(f"model: {name!r} is unknown, but one of these is needed: {', '.join(data)}.")
     c = data[name]
-    moe = c["moe"]
+    moe, mla = c["moe"], c["mla"]
+    experts = latent = None
+    if moe:
+        experts = Experts(
+            count=moe["num_experts"], width=moe["moe_intermediate_size"], dense_layers=moe["first_dense_layers"],
+            shared_width=moe["shared_intermediate_size"], correction=moe["e_score_correction_bias"] is not None,
+            interleaved=moe["hf_fused_gate_up"] == "interleaved",
+        )  # fmt: skip
+    if mla:
+        latent = Latent(
+            q_rank=mla["q_lora_rank"], kv_rank=mla["kv_lora_rank"], nope=mla["qk_nope_head_dim"],
+            rope=mla["qk_rope_head_dim"], value=mla["v_head_dim"],
+        )  # fmt: skip
     return Model(
         name=name, family=c["family"], layers=c["num_layers"], hidden=c["hidden_size"], heads=c["num_heads"],
-        kv_heads=c["num_kv_heads"], head_dim=c["head_dim"], width=c["intermediate_size"], vocab=c["vocab_size"],
-        tied=c["tie_word_embeddings"],
-        experts=Experts(count=moe["num_experts"], width=moe["moe_intermediate_size"]) if moe else None,
+        kv_heads=c["num_kv_heads"], head_dim=latent.nope + latent.rope if latent else c["head_dim"],
+        width=c["intermediate_size"], vocab=c["vocab_size"], tied=c["tie_word_embeddings"], experts=experts,
+        latent=latent, qk_norm=c["qk_norm"] == "per_head", qkv_bias=c["attention_bias"], o_bias=c["o_proj_bias"],
+        sinks=c["attention_sinks"],
     )  # fmt: skip
 
 

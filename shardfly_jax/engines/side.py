@@ -1,23 +1,23 @@
-"""What an adapter gives: one side's tensors, and how they relate to Hugging Face's.
+"""What an adapter gives: one side's tensors, and how they relate to the canonical ones of `canonical`.
 
-Trainers and rollouts meet in *canonical* names: Hugging Face's, with the experts of a layer stacked on a leading axis
-(`model.layers.{i}.mlp.experts.gate_proj.weight` [experts, width, hidden]). A trainer says what each canonical tensor is
-in its own tensors; a rollout says what each of its tensors is in canonical ones; `route` composes the two. Nothing is
-ever held in canonical form.
+A trainer says what each canonical tensor is in its own tensors; a rollout says what each of its tensors is in canonical
+ones; `route` composes the two. Nothing is ever held in canonical form.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping as AbstractMapping
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardfly_jax.sharding.errors import PlanError
+from shardfly_jax.sharding.language import Expr
 from shardfly_jax.sharding.mapping import Mapping, compose
 
-LAYER = "model.layers.{i}."
-"""Prefix of canonical per-layer names."""
+AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +39,52 @@ def route(trainer: Side, rollout: Side) -> Mapping:
     return compose(rollout.mapping, trainer.mapping)
 
 
-def tensor(
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, dtype: str, shape: tuple[int, ...], *spec: Any
-) -> jax.ShapeDtypeStruct:
+class SideBuilder:
+    """Collects the leaves and the mapping of one side.
+
+    Args:
+      mesh: Of all leaves.
+      dtype: Of leaves that give none of their own.
+    """
+
+    def __init__(self, mesh: AnyMesh, dtype: Any):
+        self.mesh, self.dtype = mesh, dtype
+        self.leaves: dict[str, jax.ShapeDtypeStruct] = {}
+        self.entries: dict[str, Expr] = {}
+
+    def leaf(
+        self, pattern: str, shape: tuple[int, ...], *spec: Any, layers: Iterable[int] | None = None, dtype: Any = None
+    ) -> None:
+        """Adds a tensor, or one per layer for `{i}` in the pattern."""
+        leaf = tensor(self.mesh, self.dtype if dtype is None else dtype, shape, *spec)
+        if layers is None:
+            self.leaves[pattern] = leaf
+        else:
+            self.leaves.update((pattern.format(i=i), leaf) for i in layers)
+
+    def side(self) -> Side:
+        """What was collected, leaves as nested dicts."""
+        return Side(params=nested(self.leaves), mapping=Mapping(self.entries))
+
+
+def tensor(mesh: AnyMesh, dtype: Any, shape: tuple[int, ...], *spec: Any) -> jax.ShapeDtypeStruct:
     """A leaf of a side's tree."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
 
 
-def nested(flat: dict[str, Any]) -> dict[str, Any]:
+def axis_size(engine: str, mesh: AnyMesh, axis: str) -> int:
+    """Length of a mesh axis.
+
+    Raises:
+      PlanError: The mesh does not have it.
+    """
+    sizes = dict(mesh.shape)
+    if axis not in sizes:
+        raise PlanError(f"engine: the mesh of {engine} has the axes {list(sizes)}, but an axis {axis!r} is needed.")
+    return sizes[axis]
+
+
+def nested(flat: AbstractMapping[str, Any]) -> dict[str, Any]:
     """Names with dots as nested dicts."""
     out: dict[str, Any] = {}
     for name, leaf in flat.items():

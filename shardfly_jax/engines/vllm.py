@@ -14,8 +14,9 @@ from typing import Any
 
 import jax
 
+from shardfly_jax.engines.canonical import LAYER
 from shardfly_jax.engines.models import Model, require_family
-from shardfly_jax.engines.side import LAYER, Side, nested, tensor
+from shardfly_jax.engines.side import Side, nested, tensor
 from shardfly_jax.sharding.errors import PlanError
 from shardfly_jax.sharding.language import Expr, alias, fuse, src
 from shardfly_jax.sharding.mapping import Mapping

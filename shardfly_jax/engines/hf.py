@@ -1,0 +1,81 @@
+"""Plain Hugging Face names, as checkpoints on the hub have them: kernels [out, in], one tensor per expert.
+
+For JAX code whose params carry these names, on either side: a rollout that loads checkpoints as they are, files for
+other tools, a trainer ported name by name. gpt-oss' experts are one tensor per layer and bfloat16, as transformers
+holds them, not the hub's mxfp4 blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping as AbstractMapping
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from shardfly_jax.engines.canonical import Tensor, tensors
+from shardfly_jax.engines.models import Model
+from shardfly_jax.engines.side import AnyMesh, Side, tensor
+from shardfly_jax.sharding.errors import PlanError
+from shardfly_jax.sharding.language import Expr, src, stack
+from shardfly_jax.sharding.mapping import Mapping, matches
+
+FAMILIES = ("qwen3", "qwen3_moe", "llama3", "deepseek_v3", "gpt_oss", "glm4_moe")
+
+Specs = AbstractMapping[str, PartitionSpec]
+
+
+def rollout(model: Model, mesh: AnyMesh, *, dtype: Any = "bfloat16", specs: Specs | None = None) -> Side:
+    """The rollout side of a model: a flat dict from Hugging Face's names.
+
+    Args:
+      model: From `engines.model(name)`.
+      mesh: Any. Axes that no spec uses make replicas.
+      dtype: Of all params but the router's correction bias, which is float32.
+      specs: How tensors are cut, by patterns such as `"*.q_proj.weight"` or `"model.layers.{i}.mlp.down_proj.weight"`;
+        the first that matches counts, and whole where none does.
+
+    Raises:
+      PlanError: A spec that matches no tensor.
+    """
+    entries: dict[str, Expr] = {}
+    for t in tensors(model):
+        entries[_pattern(t)] = src(t.name)["{e}"] if t.per_expert else src(t.name)
+    return Side(params=_leaves(model, mesh, dtype, specs), mapping=Mapping(entries))
+
+
+def trainer(model: Model, mesh: AnyMesh, *, dtype: Any = "bfloat16", specs: Specs | None = None) -> Side:
+    """The trainer side of a model: as `rollout`, read instead of written."""
+    entries: dict[str, Expr] = {}
+    for t in tensors(model):
+        per_expert = _pattern(t)
+        parts = [src(per_expert.replace("{e}", str(e))) for e in range(t.shape[0])] if t.per_expert else []
+        entries[t.name] = stack(parts) if parts else src(t.name)
+    return Side(params=_leaves(model, mesh, dtype, specs), mapping=Mapping(entries))
+
+
+def _pattern(t: Tensor) -> str:
+    """The checkpoint's name of a canonical tensor, with `{e}` for the expert."""
+    return t.name.replace("mlp.experts.", "mlp.experts.{e}.") if t.per_expert else t.name
+
+
+def _leaves(model: Model, mesh: AnyMesh, dtype: Any, specs: Specs | None) -> dict[str, jax.ShapeDtypeStruct]:
+    specs = {} if specs is None else specs
+    used: set[str] = set()
+    out: dict[str, jax.ShapeDtypeStruct] = {}
+    for t in tensors(model):
+        shape = t.shape[1:] if t.per_expert else t.shape
+        names = [t.name] if t.layers is None else [_pattern(t).replace("{i}", str(i)) for i in t.layers]
+        if t.per_expert:
+            names = [name.replace("{e}", str(e)) for name in names for e in range(t.shape[0])]
+        by_spec: dict[str | None, jax.ShapeDtypeStruct] = {}
+        for name in names:
+            found = matches(name, tuple(specs))
+            if found not in by_spec:
+                spec = PartitionSpec() if found is None else specs[found]
+                by_spec[found] = tensor(mesh, dtype if t.dtype is None else t.dtype, shape, *spec)
+            out[name] = by_spec[found]
+        used |= {pattern for pattern in by_spec if pattern is not None}
+    if idle := [pattern for pattern in specs if pattern not in used]:
+        raise PlanError([f"spec: {pattern!r} matches no tensor of {model.name}. Mend the pattern." for pattern in idle])
+    return out
