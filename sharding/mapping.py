@@ -144,26 +144,6 @@ def _bound_item(item: int | slice | FamilyIndex, values: AbstractMapping[str, in
     return item
 
 
-def compose(outer: AbstractMapping[str, Expr], inner: AbstractMapping[str, Expr]) -> Mapping:
-    """`outer` with every source name replaced by its expression in `inner`: N + M adapters give N x M routes.
-
-    Names are matched as text once variables are bound: `outer` may read `h.{i}.w` where `inner` defines `h.{i}.w`, or
-    read it at an index if `inner` defines a stacked name.
-
-    Raises:
-      LanguageError: `outer` reads a name that `inner` does not define.
-    """
-
-    def leaf(node: Expr) -> Expr | None:
-        if not isinstance(node, Src):
-            return None
-        if node.name not in inner:
-            raise LanguageError(f"compose: {node.name!r} is read, but the inner mapping does not define it.")
-        return inner[node.name]
-
-    return Mapping({name: rewrite(expr, leaf) for name, expr in outer.items()})
-
-
 def matches(name: str, patterns: tuple[str, ...]) -> str | None:
     """The first of some patterns that matches a name: `{i}` patterns, or shell-style `*` and `?`."""
     for text in patterns:

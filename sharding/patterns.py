@@ -30,6 +30,10 @@ class Affine:
         value, rest = divmod(number - self.offset, self.scale)
         return None if rest else value
 
+    def of(self, inner: Affine) -> Affine:
+        """`self` of `inner`, a function of `inner`'s variable."""
+        return Affine(inner.variable, self.scale * inner.scale, self.at(inner.offset))
+
     def __str__(self) -> str:
         head = self.variable if self.scale == 1 else f"{self.scale}*{self.variable}"
         return head + (f"{self.offset:+d}" if self.offset else "")
@@ -51,10 +55,16 @@ def parse_affine(text: str) -> Affine:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Hole:
+class Hole:
+    """A part in braces: the number `value` for `lo <= variable < hi`; no end where `hi` is None."""
+
     value: Affine
     lo: int
     hi: int | None
+
+    def __str__(self) -> str:
+        bounds = "" if (self.lo, self.hi) == (0, None) else f":{self.lo}:{'' if self.hi is None else self.hi}"
+        return f"{{{self.value}{bounds}}}"
 
 
 class NamePattern:
@@ -68,19 +78,19 @@ class NamePattern:
         pieces = re.split(r"\{([^{}]*)\}", text)
         if any(brace in piece for piece in pieces[::2] for brace in "{}"):
             raise LanguageError(f"name: the braces of {text!r} do not pair up.")
-        self._literals = tuple(pieces[::2])
-        self._holes = tuple(_parse_hole(piece, text) for piece in pieces[1::2])
-        self.variables = tuple(dict.fromkeys(hole.value.variable for hole in self._holes))
-        self.shape = name_shape("0".join(self._literals))
-        regex = re.escape(self._literals[0])
-        for literal in self._literals[1:]:
+        self.literals = tuple(pieces[::2])
+        self.holes = tuple(_parse_hole(piece, text) for piece in pieces[1::2])
+        self.variables = tuple(dict.fromkeys(hole.value.variable for hole in self.holes))
+        self.shape = name_shape("0".join(self.literals))
+        regex = re.escape(self.literals[0])
+        for literal in self.literals[1:]:
             regex += r"([0-9]+)" + re.escape(literal)
         self._regex = re.compile(regex)
 
     @property
     def is_literal(self) -> bool:
         """Whether the name has no variables."""
-        return not self._holes
+        return not self.holes
 
     def match(self, name: str) -> dict[str, int] | None:
         """The values of the variables for which this pattern is `name`; None if there are none."""
@@ -88,7 +98,7 @@ class NamePattern:
         if not found:
             return None
         values: dict[str, int] = {}
-        for hole, digits in zip(self._holes, found.groups(), strict=True):
+        for hole, digits in zip(self.holes, found.groups(), strict=True):
             value = hole.value.solve(int(digits))
             if (
                 value is None
@@ -103,21 +113,30 @@ class NamePattern:
 
     def format(self, values: Mapping[str, int]) -> str:
         """The name for given values of the variables."""
-        out = [self._literals[0]]
-        for hole, literal in zip(self._holes, self._literals[1:], strict=True):
+        out = [self.literals[0]]
+        for hole, literal in zip(self.holes, self.literals[1:], strict=True):
             out += [str(hole.value.at(values[hole.value.variable])), literal]
         return "".join(out)
 
     def bind(self, values: Mapping[str, int]) -> str:
         """The pattern's text with some variables replaced by their values, ranges left out."""
-        out = [self._literals[0]]
-        for hole, literal in zip(self._holes, self._literals[1:], strict=True):
+        out = [self.literals[0]]
+        for hole, literal in zip(self.holes, self.literals[1:], strict=True):
             variable = hole.value.variable
             out += [str(hole.value.at(values[variable])) if variable in values else f"{{{hole.value}}}", literal]
         return "".join(out)
 
+    def renumbered(self, at: Affine, lo: int = 0, hi: int | None = None) -> str:
+        """The pattern's text with the family variable i replaced by `at(i)` for `lo <= i < hi`; its own range goes."""
+        out, bounds = [self.literals[0]], (lo, hi)
+        for hole, literal in zip(self.holes, self.literals[1:], strict=True):
+            if hole.value.variable == FAMILY:
+                hole, bounds = Hole(hole.value.of(at), *bounds), (0, None)
+            out += [str(hole), literal]
+        return "".join(out)
 
-def _parse_hole(text: str, name: str) -> _Hole:
+
+def _parse_hole(text: str, name: str) -> Hole:
     head, *bounds = text.split(":")
     if len(bounds) > 2 or any(bound.strip() and not bound.strip().isdigit() for bound in bounds):
         raise LanguageError(
@@ -125,7 +144,7 @@ def _parse_hole(text: str, name: str) -> _Hole:
         )
     lo = int(bounds[0]) if bounds and bounds[0].strip() else 0
     hi = int(bounds[1]) if len(bounds) > 1 and bounds[1].strip() else None
-    return _Hole(parse_affine(head), lo, hi)
+    return Hole(parse_affine(head), lo, hi)
 
 
 def name_shape(name: str) -> str:

@@ -79,3 +79,95 @@ def into_tunix(m: Model, ck: Arrays) -> Arrays:
         if m.experts is not None:
             out[here + "mlp.router.kernel"] = ck[there + "mlp.gate.weight"].T
     return out
+
+
+def into_maxtext(m: Model, ck: Arrays, scanned: bool) -> Arrays:
+    """MaxText's `param_mapping.py` towards MaxText: hooks per tensor; experts on axis 0, then layers on axis 1."""
+    out = {
+        "token_embedder.embedding": ck["model.embed_tokens.weight"],
+        "decoder.decoder_norm.scale": ck["model.norm.weight"],
+    }
+    if not m.tied:
+        out["decoder.logits_dense.kernel"] = ck["lm_head.weight"].T
+    layers = [_maxtext_layer(m, ck, i) for i in range(m.layers)]
+    dense = len(m.dense_layers)
+    if m.family == "deepseek_v3":
+        stacks = {"decoder.dense_layers": layers[:dense], "decoder.moe_layers": layers[dense:]}
+    elif m.family == "gpt_oss" and scanned:
+        stacks = {"decoder.layers.layers_0": layers[0::2], "decoder.layers.layers_1": layers[1::2]}
+    else:
+        stacks = {"decoder.layers": layers}
+    for prefix, stack in stacks.items():
+        for name in stack[0]:
+            if scanned:
+                out[f"{prefix}.{name}"] = np.stack([layer[name] for layer in stack], axis=1)
+            else:
+                out |= {f"{prefix}_{j}.{name}": layer[name] for j, layer in enumerate(stack)}
+    return out
+
+
+def _maxtext_layer(m: Model, ck: Arrays, i: int) -> Arrays:
+    p = f"model.layers.{i}."
+
+    def kernel(name: str, *shape: int) -> np.ndarray:  # reshape_kernel
+        w = ck[p + name + ".weight"]
+        return w.T.reshape(shape) if shape else w.T
+
+    out = {
+        "pre_self_attention_layer_norm.scale": ck[p + "input_layernorm.weight"],
+        "post_self_attention_layer_norm.scale": ck[p + "post_attention_layernorm.weight"],
+    }
+    if m.latent is not None:
+        a, mla = "self_attention.", m.latent
+        if mla.q_rank is None:
+            out[a + "query.kernel"] = kernel("self_attn.q_proj", m.hidden, m.heads, m.head_dim)
+        else:
+            out[a + "wq_a.kernel"] = kernel("self_attn.q_a_proj")
+            out[a + "q_norm.scale"] = ck[p + "self_attn.q_a_layernorm.weight"]
+            out[a + "wq_b.kernel"] = kernel("self_attn.q_b_proj", mla.q_rank, m.heads, m.head_dim)
+        out[a + "wkv_a.kernel"] = kernel("self_attn.kv_a_proj_with_mqa")
+        out[a + "kv_norm.scale"] = ck[p + "self_attn.kv_a_layernorm.weight"]
+        out[a + "wkv_b.kernel"] = kernel("self_attn.kv_b_proj", mla.kv_rank, m.heads, mla.nope + mla.value)
+        out[a + "out.kernel"] = kernel("self_attn.o_proj", m.heads, mla.value, m.hidden)
+    else:
+        a = "GptOssAttention." if m.family == "gpt_oss" else "self_attention."
+        for name, head, heads in (("query", "q", m.heads), ("key", "k", m.kv_heads), ("value", "v", m.kv_heads)):
+            w = kernel(f"self_attn.{head}_proj", m.hidden, heads, m.head_dim)
+            if m.family == "llama3" and head in "qk":  # adjust_rope
+                halves = np.split(w, 2, axis=-1)
+                w = np.stack(halves, axis=-1).reshape(w.shape)
+            if m.family == "llama3" and head == "q":  # scale_query_layer
+                w = w * np.float32(1 / np.sqrt(m.head_dim))
+            out[f"{a}{name}.kernel"] = w
+            if m.qkv_bias:
+                out[f"{a}{name}.bias"] = ck[p + f"self_attn.{head}_proj.bias"].reshape(heads, m.head_dim)
+        out[a + "out.kernel"] = kernel("self_attn.o_proj", m.heads, m.head_dim, m.hidden)
+        if m.o_bias:
+            out[a + "out.bias"] = ck[p + "self_attn.o_proj.bias"]
+        if m.sinks:
+            out[a + "sinks"] = ck[p + "self_attn.sinks"]
+        if m.qk_norm:
+            out[a + "query_norm.scale"] = ck[p + "self_attn.q_norm.weight"]
+            out[a + "key_norm.scale"] = ck[p + "self_attn.k_norm.weight"]
+    three = (("wi_0", "gate_proj"), ("wi_1", "up_proj"), ("wo", "down_proj"))
+    if i in m.dense_layers:
+        return out | {f"mlp.{own}.kernel": kernel(f"mlp.{name}") for own, name in three}
+    assert m.experts is not None
+    if m.experts.interleaved:
+        g = "GptOssMlp."
+        both, bias = ck[p + "mlp.experts.gate_up_proj"], ck[p + "mlp.experts.gate_up_proj_bias"]
+        return out | {
+            g + "gate.kernel": kernel("mlp.router"), g + "gate.bias": ck[p + "mlp.router.bias"],
+            g + "wi_0": both[..., ::2], g + "wi_1": both[..., 1::2],
+            g + "wi_0_bias": bias[..., ::2], g + "wi_1_bias": bias[..., 1::2],
+            g + "wo": ck[p + "mlp.experts.down_proj"], g + "wo_bias": ck[p + "mlp.experts.down_proj_bias"],
+        }  # fmt: skip
+    block = "DeepSeekMoeBlock_0.MoeBlock_0." if m.family == "deepseek_v3" else "moe_block."
+    out[block + "gate.kernel"] = kernel("mlp.gate")
+    if m.experts.correction:
+        out[block + "gate.bias"] = ck[p + "mlp.gate.e_score_correction_bias"]
+    for own, name in three:
+        out[block + own] = np.stack([kernel(f"mlp.experts.{e}.{name}") for e in range(m.experts.count)])
+        if m.experts.shared_width:
+            out[f"DeepSeekMoeBlock_0.shared_experts.{own}.kernel"] = kernel(f"mlp.shared_experts.{name}")
+    return out

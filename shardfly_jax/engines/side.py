@@ -13,9 +13,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardfly_jax.sharding.composition import compose
 from shardfly_jax.sharding.errors import PlanError
 from shardfly_jax.sharding.language import Expr
-from shardfly_jax.sharding.mapping import Mapping, compose
+from shardfly_jax.sharding.mapping import Mapping
 
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
