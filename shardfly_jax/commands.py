@@ -16,7 +16,7 @@ from typing import Any
 from jax.sharding import AbstractMesh
 
 from shardfly_jax import engines
-from shardfly_jax.engines import tunix, vllm
+from shardfly_jax.engines import hf, maxtext, sglang, tunix, vllm
 from shardfly_jax.engines.models import Model
 from shardfly_jax.engines.side import Side
 from shardfly_jax.planning import Plan, make_plan
@@ -62,21 +62,52 @@ def _tunix(model: Model, options: Mapping[str, int], dtype: str) -> Side:
     return tunix.trainer(model, mesh, dtype=dtype)
 
 
+def _maxtext(model: Model, options: Mapping[str, int], dtype: str) -> Side:
+    axes = ("fsdp", "expert", "tensor")
+    mesh = AbstractMesh(tuple(options[axis] for axis in axes), axes)
+    return maxtext.trainer(model, mesh, dtype=dtype, scan_layers=bool(options["scan"]))
+
+
 def _vllm(model: Model, options: Mapping[str, int], dtype: str) -> Side:
-    if options["ep"] and model.experts is None:
-        raise UsageError(f"--rollout: option ep is 1, but {model.name} has no experts. Leave it out.")
-    mesh = AbstractMesh((options["replicas"], options["tp"]), ("replica", "tp"))
+    _need_experts("ep", options["ep"] == 1, model)
+    _need_experts("dp", options["dp"] > 1, model)
+    mesh = AbstractMesh((options["replicas"], options["dp"], options["tp"]), ("replica", "dp", "tp"))
     return vllm.rollout(model, mesh, dtype=dtype, expert_parallel=bool(options["ep"]))
+
+
+def _sglang(model: Model, options: Mapping[str, int], dtype: str) -> Side:
+    _need_experts("ep", options["ep"] > 1, model)
+    mesh = AbstractMesh((options["replicas"], options["tp"]), ("replica", "tp"))
+    return sglang.rollout(model, mesh, dtype=dtype, expert_parallel=options["ep"])
+
+
+def _hf(model: Model, options: Mapping[str, int], dtype: str) -> Side:
+    return hf.rollout(model, AbstractMesh((options["replicas"],), ("replica",)), dtype=dtype)
+
+
+def _need_experts(option: str, is_used: bool, model: Model) -> None:
+    if is_used and model.experts is None:
+        raise UsageError(
+            f"--rollout: option {option} shares out experts, but {model.name} has no experts. Leave it out."
+        )
 
 
 TRAINERS: dict[str, Engine] = {
     "tunix": Engine(options={"fsdp": 1, "tp": 1}, ranks=("fsdp", "tp"), families=tunix.FAMILIES, build=_tunix),
-}
+    "maxtext": Engine(
+        options={"fsdp": 1, "expert": 1, "tensor": 1, "scan": 1}, ranks=("fsdp", "expert", "tensor"),
+        switches=("scan",), families=maxtext.FAMILIES, build=_maxtext,
+    ),
+}  # fmt: skip
 ROLLOUTS: dict[str, Engine] = {
     "vllm": Engine(
-        options={"tp": 1, "replicas": 1, "ep": 0}, ranks=("tp", "replicas"), switches=("ep",), families=vllm.FAMILIES,
-        build=_vllm,
+        options={"tp": 1, "dp": 1, "replicas": 1, "ep": 0}, ranks=("tp", "dp", "replicas"), switches=("ep",),
+        families=vllm.FAMILIES, build=_vllm,
     ),
+    "sglang": Engine(
+        options={"tp": 1, "ep": 1, "replicas": 1}, ranks=("tp", "replicas"), families=sglang.FAMILIES, build=_sglang,
+    ),
+    "hf": Engine(options={"replicas": 1}, ranks=("replicas",), families=hf.FAMILIES, build=_hf),
 }  # fmt: skip
 
 
@@ -168,7 +199,7 @@ class Route:
             trainer.params,
             rollout.params,
             engines.route(trainer, rollout),
-            allow_cast=() if self.trainer_dtype == ROLLOUT_DTYPE else ("*",),
+            allow_cast=("*",),  # some trainers keep norms in float32
             topology=topology_of(gpu, self.hosts, ranks),
         )
 

@@ -84,12 +84,29 @@ def test_expert_parallel_gives_whole_experts_to_ranks() -> None:
         assert experts.layout.local_shape(4) == (*box, 2048)
 
 
+@pytest.mark.parametrize(
+    ("model", "trainer", "rollout", "ranks"),
+    [
+        ("DeepSeek-V3", "maxtext:fsdp=4,expert=4", "vllm:tp=8,dp=2,ep=1", "16 trainer -> 16 rollout ranks"),
+        ("gpt-oss-20b", "maxtext:tensor=2,scan=0", "sglang:tp=4,replicas=2", "2 trainer -> 8 rollout ranks, 2 rep"),
+        ("Qwen3-30B-A3B", "tunix:fsdp=4", "sglang:tp=4,ep=2", "4 trainer -> 4 rollout ranks"),
+        ("Llama-3.1-8B", "maxtext:fsdp=4,tensor=2", "hf:replicas=2", "8 trainer -> 2 rollout ranks, 2 replicas"),
+    ],
+)  # fmt: skip
+def test_every_engine_can_be_explained(
+    model: str, trainer: str, rollout: str, ranks: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", "--model", model, "--trainer", trainer, "--rollout", rollout]) == 0
+    assert ranks in capsys.readouterr().out
+
+
 def test_models_lists_every_model_and_who_has_a_mapping(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[4:]]
     assert [row[0] for row in rows] == list(sf.engines.names())
-    assert ["Qwen3-8B", "qwen3", "tunix", "vllm", "36", "8.19"] in rows
-    assert ["Llama-3.1-405B", "llama3", "-", "-", "126", "405.85"] in rows
+    assert ["Qwen3-8B", "qwen3", "tunix,", "maxtext", "vllm,", "sglang,", "hf", "36", "8.19"] in rows
+    assert ["Llama-3.1-405B", "llama3", "tunix,", "maxtext", "vllm,", "sglang,", "hf", "126", "405.85"] in rows
+    assert ["GLM-4.5", "glm4_moe", "-", "vllm,", "sglang,", "hf", "92", "358.34"] in rows
 
 
 def change(index: int, value: str) -> list[str]:
@@ -104,7 +121,7 @@ def change(index: int, value: str) -> list[str]:
         (["explain", *ROUTE[:4]], "--rollout"),
         (change(1, "Qwen9"), "Qwen3-235B-A22B"),
         (change(1, "DeepSeek-V3"), "qwen3_moe"),
-        (change(3, "maxtext:fsdp=2"), "tunix"),
+        (change(3, "verl:fsdp=2"), "tunix, maxtext"),
         (change(3, "tunix:pp=2"), "fsdp, tp"),
         (change(3, "tunix:tp=x"), "from 1 to 4096"),
         (change(3, "tunix:tp"), "from 1 to 4096"),
@@ -114,6 +131,8 @@ def change(index: int, value: str) -> list[str]:
         (change(3, "tunix:fsdp=4096,tp=2"), "at most 4096"),
         (change(5, "vllm:ep=2"), "0 or 1"),
         (change(5, "vllm:ep=1"), "no experts"),
+        (change(5, "vllm:dp=2"), "no experts"),
+        (change(5, "sglang:tp=2,ep=2"), "no experts"),
         (["explain", *ROUTE, "--topology", "b200"], "h100"),
         (["explain", *ROUTE, "--hosts", "0"], "from 1 to 4096"),
         (["explain", *ROUTE[:5], "vllm:tp=2,replicas=8", "--hosts", "2"], "Give 3 or more"),

@@ -1,148 +1,86 @@
-"""vLLM as rollout: fused, tensor-parallel parameters in the order in which `load_weights` fills them.
+"""vLLM as rollout: the parameters of `model.named_parameters()` in *kernel format*, unquantized.
 
-Names and shapes as in vLLM 0.21.0: `model_executor/layers/{linear,vocab_parallel_embedding}.py`,
-`fused_moe/layer.py`, `models/{qwen3,qwen3_moe}.py`. Unquantized linears keep this layout on CUDA; experts do with the
-Triton backend.
-
-The parameters are described as global arrays cut over the mesh axis `tp`: a fused parameter [q_r; k_r; v_r] of rank r
-is the r-th part of its global array.
+Names, shapes and order as in vLLM 0.21.0, `model_executor/`: `layers/{linear,vocab_parallel_embedding}.py`,
+`layers/fused_moe/{layer,config,unquantized_fused_moe_method,oracle/unquantized}.py`,
+`models/{qwen3,qwen3_moe,llama,deepseek_v2,glm4_moe,gpt_oss}.py`. On CUDA, linears keep the layout of their loader, and
+experts do with the Triton backend. There the absorbed matrices of latent attention (`W_UK_T`, `W_UV`) are views of an
+unquantized `kv_b_proj.weight`, so that writing it in place renews them.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import jax
-
-from shardfly_jax.engines.canonical import LAYER
+from shardfly_jax.engines.fused import Cuts, FusedBuilder, Placement
 from shardfly_jax.engines.models import Model, require_family
-from shardfly_jax.engines.side import Side, nested, tensor
+from shardfly_jax.engines.side import AnyMesh, Side, axis_size
 from shardfly_jax.sharding.errors import PlanError
-from shardfly_jax.sharding.language import Expr, alias, fuse, src
-from shardfly_jax.sharding.mapping import Mapping
 
-FAMILIES = ("qwen3", "qwen3_moe")
-VOCAB_MULTIPLE = 64
-"""vLLM pads the vocabulary to a multiple of this (`DEFAULT_VOCAB_PADDING_SIZE`)."""
+FAMILIES = ("qwen3", "qwen3_moe", "llama3", "deepseek_v3", "gpt_oss", "glm4_moe")
+
+UP_FIRST = {"triton": False, "flashinfer_cutlass": True}
+"""`moe_backend`s whose experts a mapping can write, and whether the halves of w13 are swapped."""
 
 
 def rollout(
     model: Model,
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    mesh: AnyMesh,
     *,
     dtype: Any = "bfloat16",
     expert_parallel: bool = False,
+    moe_backend: str = "triton",
+    placement: Placement | None = None,
 ) -> Side:
     """The rollout side of a model.
 
     Args:
       model: From `engines.model(name)`.
-      mesh: With an axis `tp`; every other axis makes replicas.
-      dtype: Of all parameters.
-      expert_parallel: Whole experts per rank (`enable_expert_parallel`) instead of a cut of each.
+      mesh: With an axis `tp` (`--tensor-parallel-size`) and perhaps `dp` (`--data-parallel-size`), over which experts
+        are shared out too; every other axis makes replicas.
+      dtype: Of all parameters but those that vLLM keeps in float32.
+      expert_parallel: Whole experts per rank (`--enable-expert-parallel`) instead of a cut of each.
+      moe_backend: What vLLM runs with (`--moe-backend`; its own default, `auto`, depends on the GPU). `triton` or
+        `flashinfer_cutlass`.
+      placement: The expert in each slot, of each layer if a dict: `round_robin`, or what EPLB has chosen by now. None
+        for vLLM's `linear`.
 
     Raises:
-      PlanError: A family without a mapping, or sizes that `tp` does not divide; all are listed.
+      PlanError: A family without a mapping, sizes that the mesh does not divide (all are listed), or a backend that
+        rearranges experts after loading.
     """
     require_family(model, FAMILIES, "vllm")
-    tp = dict(mesh.shape).get("tp")
-    if tp is None:
-        raise PlanError(f"engine: the mesh of vllm has the axes {list(mesh.shape)}, but an axis 'tp' is needed.")
-    _check(model, tp, expert_parallel)
-    return Side(params=nested(_tensors(model, mesh, tp, dtype, expert_parallel)), mapping=_mapping(model, tp))
-
-
-def _check(m: Model, tp: int, expert_parallel: bool) -> None:
-    parts = {"attention heads": m.heads, "padded vocabulary": padded_vocab(m)}
-    if m.experts is None:
-        parts["MLP width"] = m.width
-    elif expert_parallel:
-        parts["experts"] = m.experts.count
+    axis_size("vllm", mesh, "tp")
+    ranks = ("dp", "tp") if "dp" in mesh.axis_names else ("tp",)
+    cuts = Cuts(tp=("tp",), experts=ranks if expert_parallel else (), width=() if expert_parallel else ranks)
+    if model.experts is not None:
+        _check_backend(model, moe_backend)
+    builder = FusedBuilder(model, mesh, cuts, dtype, placement)
+    gpt_oss = model.family == "gpt_oss"
+    builder.outside_layers("model.embedding.weight" if gpt_oss else "model.embed_tokens.weight")
+    if model.latent is None:
+        builder.attention("attn." if gpt_oss else "self_attn.")
     else:
-        parts["expert width"] = m.experts.width
-    faults = [
-        f"indivisible: {m.name} has {n} as {what}, but tp={tp} does not divide it. Choose another tp."
-        for what, n in parts.items()
-        if n % tp
-    ]
-    if max(tp, m.kv_heads) % min(tp, m.kv_heads):
-        faults.append(
-            f"indivisible: {m.name} has {m.kv_heads} kv heads, but neither divides the other with tp={tp}. "
-            "Choose another tp."
+        builder.latent_attention("fused_qkv_a_proj")
+    if model.dense_layers:
+        builder.mlp("mlp.", model.width, model.dense_layers)
+    if model.experts is None:
+        return builder.side()
+    if model.experts.interleaved:
+        builder.interleaved_experts(("w13_bias", "w2_bias"))
+        return builder.side()
+    builder.router(dtype="float32" if model.family == "glm4_moe" else None)
+    builder.experts(up_first=UP_FIRST[moe_backend])
+    if model.experts.shared_width:
+        builder.mlp("mlp.shared_experts.", model.experts.shared_width, model.sparse_layers)
+    return builder.side()
+
+
+def _check_backend(model: Model, backend: str) -> None:
+    usable = ["triton"] if model.family == "gpt_oss" else list(UP_FIRST)
+    if backend not in usable:
+        raise PlanError(
+            f"engine: moe_backend of vllm is {backend!r}, but only {usable} keep the experts of {model.name} in an "
+            "order that a mapping can write. Start vLLM with --moe-backend triton; or let it load and rearrange them: "
+            "write Hugging Face names (engines.hf) and hand them to update_weights after "
+            "start_weight_update(is_checkpoint_format=True)."
         )
-    if faults:
-        raise PlanError(faults)
-
-
-def padded_vocab(m: Model) -> int:
-    """Rows of the embedding."""
-    return -(-m.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-
-
-def _tensors(m: Model, mesh: Any, tp: int, dtype: Any, expert_parallel: bool) -> dict[str, Any]:
-    def t(shape: tuple[int, ...], *spec: Any) -> jax.ShapeDtypeStruct:
-        return tensor(mesh, dtype, shape, *spec)
-
-    kv_heads = max(m.kv_heads, tp)
-    vocab = padded_vocab(m)
-    tree = {
-        "model.embed_tokens.weight": t((vocab, m.hidden), "tp"),
-        "model.norm.weight": t((m.hidden,)),
-        "lm_head.weight": t((vocab, m.hidden), "tp"),
-    }
-    for i in range(m.layers):
-        p = LAYER.format(i=i)
-        tree[p + "self_attn.qkv_proj.weight"] = t(((m.heads + 2 * kv_heads) * m.head_dim, m.hidden), "tp")
-        tree[p + "self_attn.o_proj.weight"] = t((m.hidden, m.heads * m.head_dim), None, "tp")
-        for norm in ("q_norm", "k_norm"):
-            tree[p + f"self_attn.{norm}.weight"] = t((m.head_dim,))
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tree[p + f"{norm}.weight"] = t((m.hidden,))
-        if m.experts is None:
-            tree[p + "mlp.gate_up_proj.weight"] = t((2 * m.width, m.hidden), "tp")
-            tree[p + "mlp.down_proj.weight"] = t((m.hidden, m.width), None, "tp")
-        else:
-            e, f = m.experts.count, m.experts.width
-            tree[p + "mlp.gate.weight"] = t((e, m.hidden))
-            tree[p + "mlp.experts.w13_weight"] = t(
-                (e, 2 * f, m.hidden), *(("tp",) if expert_parallel else (None, "tp"))
-            )
-            tree[p + "mlp.experts.w2_weight"] = t(
-                (e, m.hidden, f), *(("tp",) if expert_parallel else (None, None, "tp"))
-            )
-    return tree
-
-
-def _mapping(m: Model, tp: int) -> Mapping:
-    copies = max(1, tp // m.kv_heads)
-
-    def kv(name: str) -> Expr:
-        weight = src(LAYER + f"self_attn.{name}_proj.weight")
-        if copies == 1:
-            return weight
-        heads = weight.rearrange("(k h) d -> k h d", h=m.head_dim)
-        return heads.repeat(copies, axis=0).rearrange("k h d -> (k h) d")
-
-    def vocab(name: str) -> Expr:
-        more = padded_vocab(m) - m.vocab
-        return src(name).pad([(0, more), (0, 0)]) if more else src(name)
-
-    entries: dict[str, Expr] = {
-        "model.embed_tokens.weight": vocab("model.embed_tokens.weight"),
-        "model.norm.weight": src("model.norm.weight"),
-        "lm_head.weight": alias("model.embed_tokens.weight") if m.tied else vocab("lm_head.weight"),
-        LAYER + "self_attn.qkv_proj.weight": fuse(src(LAYER + "self_attn.q_proj.weight"), kv("k"), kv("v"), axis=0),
-    }
-    same = ["self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm", "input_layernorm", "post_attention_layernorm"]
-    if m.experts is None:
-        same.append("mlp.down_proj")
-        gate, up = (src(LAYER + f"mlp.{name}_proj.weight") for name in ("gate", "up"))
-        entries[LAYER + "mlp.gate_up_proj.weight"] = fuse(gate, up, axis=0)
-    else:
-        same.append("mlp.gate")
-        gate, up = (src(LAYER + f"mlp.experts.{name}_proj.weight") for name in ("gate", "up"))
-        entries[LAYER + "mlp.experts.w13_weight"] = fuse(gate, up, axis=1)
-        entries[LAYER + "mlp.experts.w2_weight"] = src(LAYER + "mlp.experts.down_proj.weight")
-    for name in same:
-        entries[LAYER + name + ".weight"] = src(LAYER + name + ".weight")
-    return Mapping(entries)

@@ -1,0 +1,165 @@
+"""SGLang as rollout: the parameters of `model.named_parameters()`, unquantized, and what SGLang derives from them.
+
+Names, shapes and order as in SGLang 0.5.10.post1, `srt/`: `layers/{linear,vocab_parallel_embedding}.py`,
+`layers/moe/fused_moe_triton/layer.py`, `layers/quantization/unquant.py`, `distributed/parallel_state.py`,
+`models/{qwen3,qwen3_moe,llama,deepseek_v2,glm4_moe,gpt_oss}.py`, `models/deepseek_common/deepseek_weight_loader.py`.
+
+SGLang keeps copies that a write to a parameter does not renew; they are targets of their own here:
+
+* `self_attn.w_kc` and `self_attn.w_vc` (latent attention), by their storage: `w_kc.transpose(1, 2)` [heads, kv_rank,
+  nope] and `w_vc.transpose(1, 2)` [heads, value, kv_rank], which are contiguous;
+* `mlp.gate._weight_fp32` (GLM-4.5), which exists from the first forward pass on.
+
+Data-parallel attention (`--enable-dp-attention`) and DeepEP are not described.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from shardfly_jax.engines.canonical import LAYER
+from shardfly_jax.engines.fused import Cuts, FusedBuilder, Placement
+from shardfly_jax.engines.models import Model, require_family
+from shardfly_jax.engines.side import AnyMesh, Side, axis_size
+from shardfly_jax.sharding.errors import PlanError
+from shardfly_jax.sharding.language import src
+
+FAMILIES = ("qwen3", "qwen3_moe", "llama3", "deepseek_v3", "gpt_oss", "glm4_moe")
+RUNNERS = ("triton", "triton_kernel", "flashinfer_cutlass")
+"""`moe_runner_backend`s whose experts a mapping can write."""
+
+
+def rollout(
+    model: Model,
+    mesh: AnyMesh,
+    *,
+    dtype: Any = "bfloat16",
+    expert_parallel: int = 1,
+    moe_runner_backend: str = "triton",
+    fuse_shared_experts: bool | None = None,
+    sinks_dtype: Any = "bfloat16",
+    placement: Placement | None = None,
+) -> Side:
+    """The rollout side of a model.
+
+    Args:
+      model: From `engines.model(name)`.
+      mesh: With an axis `tp` (`--tp-size`); every other axis makes replicas.
+      dtype: Of all parameters but those that SGLang keeps in float32.
+      expert_parallel: `--ep-size`, a divisor of tp: so many groups of ranks share out whole experts; inside a group
+        each expert is cut.
+      moe_runner_backend: What SGLang runs with (`--moe-runner-backend`; its own default, `auto`, is `triton`, but for
+        gpt-oss `triton_kernel`). `triton`, `triton_kernel` or `flashinfer_cutlass`.
+      fuse_shared_experts: Whether the shared expert is the last routed one. None for what SGLang does on NVIDIA GPUs:
+        yes for DeepSeek-V3's sizes and GLM-4.5 without expert parallelism; `--disable-shared-experts-fusion` is False.
+      sinks_dtype: Of gpt-oss' sinks: float32 with the `trtllm_mha` attention backend.
+      placement: The expert in each slot, of each layer if a dict, as EPLB has chosen by now. None for rising order.
+
+    Raises:
+      PlanError: A family without a mapping, sizes that the mesh does not divide (all are listed), options that SGLang
+        does not combine, or a backend that rearranges experts after loading.
+    """
+    require_family(model, FAMILIES, "sglang")
+    if fuse_shared_experts is None:
+        fuse_shared_experts = expert_parallel == 1 and _fuses_by_default(model)
+    _check(model, axis_size("sglang", mesh, "tp"), expert_parallel, moe_runner_backend, fuse_shared_experts)
+    mesh, cuts = _cuts(mesh, expert_parallel)
+    builder = FusedBuilder(model, mesh, cuts, dtype, placement)
+    builder.outside_layers()
+    if model.latent is None:
+        builder.attention(sinks_dtype=sinks_dtype)
+    else:
+        builder.latent_attention("fused_qkv_a_proj_with_mqa")
+        _absorbed(model, builder)
+    if model.dense_layers:
+        builder.mlp("mlp.", model.width, model.dense_layers)
+    if model.experts is None:
+        return builder.side()
+    into_first = moe_runner_backend == "triton_kernel"
+    if model.experts.interleaved:
+        builder.interleaved_experts(("w13_weight_bias", "w2_weight_bias"), "float32", into_first)
+        return builder.side()
+    builder.router()
+    if model.family == "glm4_moe":
+        gate = src(LAYER + "mlp.gate.weight").astype(dtype)  # a copy of the parameter, with its rounding
+        shape = (model.experts.count, model.hidden)
+        builder.add(LAYER + "mlp.gate._weight_fp32", gate, shape, layers=model.sparse_layers, dtype="float32")
+    up_first = moe_runner_backend == "flashinfer_cutlass"
+    builder.experts(up_first=up_first, into_first=into_first, shared=fuse_shared_experts)
+    if model.experts.shared_width and not fuse_shared_experts:
+        builder.mlp("mlp.shared_experts.", model.experts.shared_width, model.sparse_layers)
+    return builder.side()
+
+
+def _fuses_by_default(m: Model) -> bool:
+    """`determine_num_fused_shared_experts` of both models."""
+    if m.experts is None or m.experts.shared_width != m.experts.width:
+        return False
+    return m.family == "glm4_moe" or (m.family == "deepseek_v3" and m.experts.count == 256)
+
+
+def _check(m: Model, tp: int, ep: int, runner: str, fused: bool) -> None:
+    faults = []
+    if ep < 1 or tp % ep:
+        faults.append(f"engine: expert_parallel of sglang is {ep}, but it must divide tp={tp}. Choose a divisor.")
+    if m.experts is None:
+        if ep > 1:
+            faults.append(f"engine: expert_parallel of sglang is {ep}, but {m.name} has no experts. Leave it out.")
+        if faults:
+            raise PlanError(faults)
+        return
+    if runner not in RUNNERS or (m.experts.interleaved and runner == "flashinfer_cutlass"):
+        usable = RUNNERS[:2] if m.experts.interleaved else RUNNERS
+        faults.append(
+            f"engine: moe_runner_backend of sglang is {runner!r}, but only {list(usable)} keep the experts of {m.name} "
+            "as they are loaded. Start SGLang with --moe-runner-backend triton; or let it load and rearrange them: "
+            "write Hugging Face names (engines.hf) and hand them to update_weights_from_disk, which processes weights "
+            "anew."
+        )
+    if m.experts.interleaved and ep > 1:
+        faults.append(
+            f"engine: expert_parallel of sglang is {ep}, but its loader does not share out the bfloat16 experts of "
+            f"{m.name}. Leave it out."
+        )
+    if runner == "triton_kernel" and ep > 1:
+        faults.append(
+            f"engine: expert_parallel of sglang is {ep}, but the triton_kernel runner has none. Choose triton."
+        )
+    if fused and (m.experts.shared_width != m.experts.width or ep > 1):
+        faults.append(
+            "engine: fuse_shared_experts of sglang is true, but that needs one shared expert as wide as the others and "
+            f"no expert parallelism; {m.name} has a width of {m.experts.shared_width} beside {m.experts.width}, and "
+            f"expert_parallel is {ep}. Leave it out."
+        )
+    if faults:
+        raise PlanError(faults)
+
+
+def _cuts(mesh: AnyMesh, ep: int) -> tuple[AnyMesh, Cuts]:
+    """The mesh with `tp` split into groups for experts where it must be, and what its axes cut."""
+    tp = dict(mesh.shape)["tp"]
+    if ep == 1:
+        return mesh, Cuts(tp=("tp",), width=("tp",))
+    if ep == tp:
+        return mesh, Cuts(tp=("tp",), experts=("tp",))
+    at = mesh.axis_names.index("tp")
+    sizes = list(mesh.shape.values())
+    sizes[at : at + 1] = [ep, tp // ep]  # rank = group * (tp / ep) + place in it (`moe_ep`, `moe_tp`)
+    names = (*mesh.axis_names[:at], "moe_ep", "moe_tp", *mesh.axis_names[at + 1 :])
+    cuts = Cuts(tp=("moe_ep", "moe_tp"), experts=("moe_ep",), width=("moe_tp",))
+    if isinstance(mesh, Mesh):
+        return Mesh(np.asarray(mesh.devices).reshape(sizes), names), cuts
+    return AbstractMesh(tuple(sizes), names), cuts
+
+
+def _absorbed(m: Model, b: FusedBuilder) -> None:
+    """Halves of `kv_b_proj` that decoding multiplies into queries and outputs (`post_load_weights`)."""
+    assert m.latent is not None
+    mla, layers, tp = m.latent, range(m.layers), b.cuts.tp
+    both = src(LAYER + "self_attn.kv_b_proj.weight").rearrange("(n x) r -> n x r", x=mla.nope + mla.value)
+    keys = both[:, : mla.nope].rearrange("n x r -> n r x")
+    b.add(LAYER + "self_attn.w_kc", keys, (m.heads, mla.kv_rank, mla.nope), tp, layers=layers)
+    b.add(LAYER + "self_attn.w_vc", both[:, mla.nope :], (m.heads, mla.value, mla.kv_rank), tp, layers=layers)
