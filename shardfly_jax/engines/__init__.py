@@ -1,5 +1,12 @@
 """Adapters: how trainers and rollout engines name, shape and cut the weights of known models."""
 
-from shardfly_jax.engines import hf as hf, maxtext as maxtext, sglang as sglang, tunix as tunix, vllm as vllm
+from shardfly_jax.engines import (
+    flax as flax,
+    hf as hf,
+    maxtext as maxtext,
+    sglang as sglang,
+    tunix as tunix,
+    vllm as vllm,
+)
 from shardfly_jax.engines.models import Model as Model, model as model, names as names
 from shardfly_jax.engines.side import Side as Side, route as route
