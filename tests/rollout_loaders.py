@@ -160,8 +160,8 @@ def _gpt_oss(m: Model, ck: Arrays, p: str, r: Rank, biases: tuple[str, str]) -> 
     }
 
 
-def vllm(m: Model, ck: Arrays, r: Rank, up_first: bool = False) -> Arrays:
-    """A rank of vLLM."""
+def vllm(m: Model, ck: Arrays, r: Rank, up_first: bool = False, sequence_parallel: bool = False) -> Arrays:
+    """A rank of vLLM; `sequence_parallel` disables TP of DeepSeek's shared expert (`DeepseekV2MLP`)."""
     gpt_oss = m.family == "gpt_oss"
     embedding = "model.embedding.weight" if gpt_oss else "model.embed_tokens.weight"
     out = _common(m, ck, r, embedding, "attn" if gpt_oss else "self_attn", "fused_qkv_a_proj")
@@ -170,7 +170,8 @@ def vllm(m: Model, ck: Arrays, r: Rank, up_first: bool = False) -> Arrays:
         if gpt_oss:
             out |= _gpt_oss(m, ck, p, r, ("w13_bias", "w2_bias"))
             continue
-        out |= _router_and_shared(m, ck, p, r, with_shared=True)
+        whole = sequence_parallel and m.family == "deepseek_v3"
+        out |= _router_and_shared(m, ck, p, Rank(tp=0, tp_size=1) if whole else r, with_shared=True)
         x = p + "mlp.experts."
         out[x + "w13_weight"], out[x + "w2_weight"] = experts(m, _routed(m, p, r), ck, r, up_first)
     return {name: np.ascontiguousarray(w) for name, w in out.items()}

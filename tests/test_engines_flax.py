@@ -157,19 +157,20 @@ class Decoder(nnx.Module):
 
 
 def test_an_nnx_module_is_taken_as_it_is() -> None:
-    model = Decoder(LLAMA, nnx.Rngs(int(np.random.default_rng().integers(1 << 31))))
-    trainer = E.flax.trainer(LLAMA, model, rules={"model": ""})
-    rollout = plain(LLAMA)
+    small = dataclasses.replace(LLAMA, layers=1)
+    model = Decoder(small, nnx.Rngs(int(np.random.default_rng().integers(1 << 31))))
+    trainer = E.flax.trainer(small, model, rules={"model": ""})
+    rollout = plain(small)
     plan = sf.register(sf.make_plan(trainer.params, rollout.params, E.route(trainer, rollout)))
-    out = named(sf.sync(nnx.state(model, nnx.Param), plan))
-    x = np.random.default_rng().standard_normal((3, LLAMA.hidden), np.float32)
-    attention = model.layers[1].self_attn
-    heads = attention.q_proj(x)
-    weight = {name: np.asarray(out[f"model.layers.1.self_attn.{name}.weight"]) for name in ("q_proj", "o_proj")}
-    np.testing.assert_allclose(x @ weight["q_proj"].T, np.asarray(heads).reshape(3, -1), rtol=1e-4, atol=1e-4)
-    want = np.asarray(attention.o_proj(heads))  # two matmuls in float32, in whatever order XLA adds
-    np.testing.assert_allclose(np.asarray(heads).reshape(3, -1) @ weight["o_proj"].T, want, rtol=1e-4, atol=1e-4)
-    assert (np.asarray(out["model.embed_tokens.weight"]) == np.asarray(model.embed_tokens.embedding[...])).all()
+    out = {name: np.asarray(w) for name, w in named(sf.sync(nnx.state(model, nnx.Param), plan)).items()}
+    x = np.random.default_rng().standard_normal((3, small.hidden), np.float32)
+    attention = model.layers[0].self_attn
+    heads = np.asarray(attention.q_proj(x))
+    q, o = (out[f"model.layers.0.self_attn.{name}.weight"] for name in ("q_proj", "o_proj"))
+    # matmuls in float32, in whatever order XLA adds: torch's x @ weight.T against flax' own layers
+    np.testing.assert_allclose(x @ q.T, heads.reshape(3, -1), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(heads.reshape(3, -1) @ o.T, np.asarray(attention.o_proj(heads)), rtol=1e-4, atol=1e-4)
+    assert (out["model.embed_tokens.weight"] == np.asarray(model.embed_tokens.embedding[...])).all()
 
 
 def test_all_that_does_not_fit_is_listed(rng: np.random.Generator) -> None:

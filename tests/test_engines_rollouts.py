@@ -59,14 +59,24 @@ def test_vllms_parameters_are_those_that_its_loader_fills(model: Model, tp: int,
     )
 
 
-@pytest.mark.parametrize(("dp", "tp"), [(1, 4), (2, 2), (2, 4)])
+@pytest.mark.parametrize(("dp", "tp"), [(1, 4), (2, 2), (2, 4), (4, 1)])
 @pytest.mark.parametrize("model", SPARSE, ids=by_name)
 def test_vllm_shares_out_whole_experts(model: Model, dp: int, tp: int, rng: np.random.Generator) -> None:
     ck = checkpoint(model, rng)
+    ranks = [Rank(tp=k % tp, tp_size=tp, ep=k, ep_size=dp * tp) for k in range(dp * tp)]
     rollout = E.vllm.rollout(model, rollout_mesh(tp, dp), dtype="float32", expert_parallel=True)
-    check_route(
-        *trained(model, ck), rollout, lambda k: vllm(model, ck, Rank(tp=k % tp, tp_size=tp, ep=k, ep_size=dp * tp))
+    sequence = dp > 1 and tp > 1
+    check_route(*trained(model, ck), rollout, lambda k: vllm(model, ck, ranks[k], sequence_parallel=sequence))
+
+
+def test_another_exchange_leaves_the_shared_expert_cut(rng: np.random.Generator) -> None:
+    ck = checkpoint(DEEPSEEK, rng)
+    ranks = [Rank(tp=k % 2, tp_size=2, ep=k, ep_size=4) for k in range(4)]
+    exchange = "flashinfer_nvlink_two_sided"
+    rollout = E.vllm.rollout(
+        DEEPSEEK, rollout_mesh(2, 2), dtype="float32", expert_parallel=True, all2all_backend=exchange
     )
+    check_route(*trained(DEEPSEEK, ck), rollout, lambda k: vllm(DEEPSEEK, ck, ranks[k]))
 
 
 @pytest.mark.parametrize("model", [QWEN3_MOE, GPT_OSS], ids=by_name)
@@ -208,6 +218,7 @@ def test_parameters_that_stay_in_float32_do() -> None:
         ("vllm", QWEN3_MOE, {"moe_backend": "flashinfer_trtllm"}, "--moe-backend triton.*is_checkpoint"),
         ("vllm", GPT_OSS, {"moe_backend": "flashinfer_cutlass"}, r"only \['triton'\]"),
         ("vllm", QWEN3_MOE, {"moe_backend": "marlin"}, "engines.hf"),
+        ("vllm", QWEN3_MOE, {"all2all_backend": "pplx"}, "allgather_reducescatter.*Choose one"),
         ("sglang", QWEN3_MOE, {"moe_runner_backend": "flashinfer_trtllm"}, "update_weights_from_disk"),
         ("sglang", GPT_OSS, {"moe_runner_backend": "flashinfer_cutlass"}, "triton_kernel"),
         ("sglang", GPT_OSS, {"expert_parallel": 2}, "does not share out"),
@@ -226,3 +237,12 @@ def test_what_a_mapping_cannot_write_is_refused_with_what_to_do(
 ) -> None:
     with pytest.raises(sf.PlanError, match=words):
         getattr(E, engine).rollout(model, ABSTRACT, **options)
+
+
+def test_exchanges_that_pad_experts_are_refused_where_they_do() -> None:
+    wide = AbstractMesh((2, 2), ("dp", "tp"))
+    options = {"expert_parallel": True, "all2all_backend": "deepep_high_throughput"}
+    with pytest.raises(sf.PlanError, match="pads the experts of gpt-oss-20b, whose hidden size is 2880"):
+        E.vllm.rollout(E.model("gpt-oss-20b"), wide, **options)
+    E.vllm.rollout(E.model("gpt-oss-20b"), ABSTRACT, **options)  # one data-parallel rank exchanges nothing
+    E.vllm.rollout(E.model("DeepSeek-V3"), wide, **options)

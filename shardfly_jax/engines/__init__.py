@@ -8,5 +8,11 @@ from shardfly_jax.engines import (
     tunix as tunix,
     vllm as vllm,
 )
-from shardfly_jax.engines.models import Model as Model, model as model, names as names
+from shardfly_jax.engines.models import (
+    Experts as Experts,
+    Latent as Latent,
+    Model as Model,
+    model as model,
+    names as names,
+)
 from shardfly_jax.engines.side import Side as Side, route as route

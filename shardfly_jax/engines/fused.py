@@ -34,12 +34,14 @@ class Cuts:
     """Mesh axes over which an engine cuts.
 
     Attributes:
-      tp: Heads, widths of MLPs, the vocabulary.
+      tp: Heads, widths of dense MLPs, the vocabulary.
+      shared: The width of the expert that all tokens pass.
       experts: Experts; each rank holds whole ones.
       width: Widths of experts.
     """
 
     tp: tuple[str, ...]
+    shared: tuple[str, ...]
     experts: tuple[str, ...] = ()
     width: tuple[str, ...] = ()
 
@@ -142,12 +144,23 @@ class FusedBuilder(SideBuilder):
         self.same(p + "kv_b_proj.weight", (m.heads * (mla.nope + mla.value), mla.kv_rank), tp, layers=layers)
         self.same(p + "o_proj.weight", (m.hidden, m.heads * mla.value), (), tp, layers=layers)
 
-    def mlp(self, prefix: str, width: int, layers: range) -> None:
-        """[gate_r; up_r] and the columns of down."""
-        p, tp = LAYER + prefix, self.cuts.tp
+    def mlp(self) -> None:
+        """Layers without experts: [gate_r; up_r] and the columns of down."""
+        if self.model.dense_layers:
+            self._mlp("mlp.", self.model.width, self.cuts.tp, self.model.dense_layers)
+
+    def shared_expert(self) -> None:
+        """The same for the expert that all tokens pass."""
+        assert self.model.experts is not None
+        if self.model.experts.shared_width:
+            width = self.model.experts.shared_width
+            self._mlp("mlp.shared_experts.", width, self.cuts.shared, self.model.sparse_layers)
+
+    def _mlp(self, prefix: str, width: int, cut: tuple[str, ...], layers: range) -> None:
+        p = LAYER + prefix
         both = fuse(src(p + "gate_proj.weight"), src(p + "up_proj.weight"), axis=0)
-        self.add(p + "gate_up_proj.weight", both, (2 * width, self.model.hidden), tp, layers=layers)
-        self.same(p + "down_proj.weight", (self.model.hidden, width), (), tp, layers=layers)
+        self.add(p + "gate_up_proj.weight", both, (2 * width, self.model.hidden), cut, layers=layers)
+        self.same(p + "down_proj.weight", (self.model.hidden, width), (), cut, layers=layers)
 
     def router(self, dtype: Any = None) -> None:
         """Whole on every rank, experts in their own order."""
@@ -241,7 +254,7 @@ def _faults(m: Model, cuts: Cuts, ways: Callable[[tuple[str, ...]], int], placem
         parts.append(("experts", slots, ways(cuts.experts), "the number of ranks with whole experts"))
         parts.append(("expert width", m.experts.width, ways(cuts.width), "the number of ranks that share an expert"))
         if m.experts.shared_width:
-            parts.append(("shared expert width", m.experts.shared_width, tp, "tp"))
+            parts.append(("shared expert width", m.experts.shared_width, ways(cuts.shared), "tp"))
     for what, n, k, name in parts:
         if n % k:
             yield f"indivisible: {m.name} has {n} as {what}, but {name}={k} does not divide it. Choose another mesh."

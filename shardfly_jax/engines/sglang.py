@@ -74,8 +74,7 @@ def rollout(
     else:
         builder.latent_attention("fused_qkv_a_proj_with_mqa")
         _absorbed(model, builder)
-    if model.dense_layers:
-        builder.mlp("mlp.", model.width, model.dense_layers)
+    builder.mlp()
     if model.experts is None:
         return builder.side()
     into_first = moe_runner_backend == "triton_kernel"
@@ -89,8 +88,8 @@ def rollout(
         builder.add(LAYER + "mlp.gate._weight_fp32", gate, shape, layers=model.sparse_layers, dtype="float32")
     up_first = moe_runner_backend == "flashinfer_cutlass"
     builder.experts(up_first=up_first, into_first=into_first, shared=fuse_shared_experts)
-    if model.experts.shared_width and not fuse_shared_experts:
-        builder.mlp("mlp.shared_experts.", model.experts.shared_width, model.sparse_layers)
+    if not fuse_shared_experts:
+        builder.shared_expert()
     return builder.side()
 
 
@@ -142,14 +141,15 @@ def _cuts(mesh: AnyMesh, ep: int) -> tuple[AnyMesh, Cuts]:
     """The mesh with `tp` split into groups for experts where it must be, and what its axes cut."""
     tp = dict(mesh.shape)["tp"]
     if ep == 1:
-        return mesh, Cuts(tp=("tp",), width=("tp",))
+        return mesh, Cuts(tp=("tp",), shared=("tp",), width=("tp",))
     if ep == tp:
-        return mesh, Cuts(tp=("tp",), experts=("tp",))
+        return mesh, Cuts(tp=("tp",), shared=("tp",), experts=("tp",))
     at = mesh.axis_names.index("tp")
     sizes = list(mesh.shape.values())
     sizes[at : at + 1] = [ep, tp // ep]  # rank = group * (tp / ep) + place in it (`moe_ep`, `moe_tp`)
     names = (*mesh.axis_names[:at], "moe_ep", "moe_tp", *mesh.axis_names[at + 1 :])
-    cuts = Cuts(tp=("moe_ep", "moe_tp"), experts=("moe_ep",), width=("moe_tp",))
+    both = ("moe_ep", "moe_tp")
+    cuts = Cuts(tp=both, shared=both, experts=("moe_ep",), width=("moe_tp",))
     if isinstance(mesh, Mesh):
         return Mesh(np.asarray(mesh.devices).reshape(sizes), names), cuts
     return AbstractMesh(tuple(sizes), names), cuts
