@@ -2,7 +2,8 @@
 
 The inner mapping may define the layers of one name in parts, because they lie in several places: `h.{i:0:3}.w` in one
 stack and `h.{i:3:}.w` in another, or `h.{2*i}.w` and `h.{2*i+1}.w`. An entry of the outer mapping that reads `h.{i}.w`
-is then split in the same way: one entry per part, its layers renumbered so that `{i}` counts what the part counts.
+is then split in the same way: one entry per part, its layers renumbered so that `{i}` counts what the part counts. An
+entry that reads one layer by its number, `h.7.w`, gets that layer.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping as AbstractMapping
 from typing import NamedTuple
 
 from shardfly_jax.sharding.errors import LanguageError
-from shardfly_jax.sharding.language import Alias, Expr, FamilyIndex, Index, Src, TakePerLayer, rewrite, sources
-from shardfly_jax.sharding.mapping import Mapping
-from shardfly_jax.sharding.patterns import FAMILY, Affine, Hole, NamePattern, name_pattern
+from shardfly_jax.sharding.language import Alias, Expr, FamilyIndex, Index, Src, Take, TakePerLayer, rewrite, sources
+from shardfly_jax.sharding.mapping import Mapping, bound_item
+from shardfly_jax.sharding.patterns import FAMILY, Affine, Hole, NamePattern, name_pattern, name_shape
 
 
 class Span(NamedTuple):
@@ -43,7 +44,8 @@ def compose(outer: AbstractMapping[str, Expr], inner: AbstractMapping[str, Expr]
     """`outer` with every source name replaced by its expression in `inner`.
 
     Names are matched as text once variables are bound: `outer` may read `h.{i}.w` where `inner` defines `h.{i}.w`, or
-    parts of its layers such as `h.{i:3:}.w` or `h.{2*i}.w`; or read a stacked name at an index.
+    parts of its layers such as `h.{i:3:}.w` or `h.{2*i}.w`; or read one of its layers, `h.7.w`; or a stacked name at an
+    index.
 
     Raises:
       LanguageError: `outer` reads a name that `inner` does not define, or defines in cycles that do not fit together.
@@ -64,16 +66,18 @@ class _Parts:
     def __init__(self, inner: AbstractMapping[str, Expr]):
         self._inner = inner
         self._of_layers: dict[tuple[str, ...], list[tuple[Hole, Expr]]] = {}
+        self._by_shape: dict[str, list[NamePattern]] = {}
         for text, expr in inner.items():
             pattern = name_pattern(text)
             if (hole := _layer_hole(pattern)) is not None:
                 self._of_layers.setdefault(pattern.literals, []).append((hole, expr))
+                self._by_shape.setdefault(pattern.shape, []).append(pattern)
 
     def spans(self, expr: Expr) -> list[Span]:
         """Layers over which each source of an expression is one entry of the inner mapping."""
         found = [EVERY]
         for name in sources(expr):
-            if name not in self._inner:
+            if name not in self._inner and not name_pattern(name).is_literal:
                 found = [part for span in found for part in self._split(span, name)]
         return found
 
@@ -83,6 +87,8 @@ class _Parts:
         def read(node: Src) -> Expr:
             if node.name in self._inner:
                 return _renumbered(self._inner[node.name], span.at, None)
+            if name_pattern(node.name).is_literal:
+                return self._one_layer(node.name)
             here = self._layer_of(node.name).of(span.at)
             for hole, expr in self._of_layers[name_pattern(node.name).literals]:
                 there = _quotient(here, hole.value)
@@ -92,11 +98,18 @@ class _Parts:
 
         return read
 
+    def _one_layer(self, name: str) -> Expr:
+        """What the inner mapping says of a layer that is read by its number."""
+        for pattern in self._by_shape.get(name_shape(name), ()):
+            if (values := pattern.match(name)) is not None:
+                return _at_layer(self._inner[pattern.text], values[FAMILY])
+        raise _undefined(name)
+
     def _layer_of(self, name: str) -> Affine:
         pattern = name_pattern(name)
         hole = _layer_hole(pattern)
         if hole is None or pattern.literals not in self._of_layers:
-            raise LanguageError(f"compose: {name!r} is read, but the inner mapping does not define it.")
+            raise _undefined(name)
         return hole.value
 
     def _split(self, span: Span, name: str) -> Iterator[Span]:
@@ -117,6 +130,10 @@ class _Parts:
                 )
             if part is not None and not part.is_empty:
                 yield part
+
+
+def _undefined(name: str) -> LanguageError:
+    return LanguageError(f"compose: {name!r} is read, but the inner mapping does not define it.")
 
 
 def _layer_hole(pattern: NamePattern) -> Hole | None:
@@ -162,6 +179,26 @@ def _renumbered(expr: Expr, at: Affine, read: Callable[[Src], Expr] | None) -> E
                 return TakePerLayer(
                     _renumbered(value, at, read), tuple((i, row) for i, row in kept.items() if i is not None), axis
                 )
+        return None
+
+    return rewrite(expr, leaf)
+
+
+def _at_layer(expr: Expr, layer: int) -> Expr:
+    """An expression for one layer."""
+
+    def leaf(node: Expr) -> Expr | None:
+        match node:
+            case Src(name):
+                return Src(name_pattern(name).bind({FAMILY: layer}))
+            case Index(value, items):
+                chosen = tuple(bound_item(item, {FAMILY: layer}) for item in items)
+                return Index(_at_layer(value, layer), chosen)
+            case TakePerLayer(value, rows, axis):
+                found = dict(rows).get(layer)
+                if found is None:
+                    raise LanguageError(f"take: no indices for layer {layer}. Give a list for every layer.")
+                return Take(_at_layer(value, layer), found, axis)
         return None
 
     return rewrite(expr, leaf)

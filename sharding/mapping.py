@@ -117,7 +117,7 @@ def bind(text: str, expr: Expr, values: AbstractMapping[str, int]) -> Bound:
         if isinstance(node, Src | Alias):
             return type(node)(name_pattern(node.name).bind(values))
         if isinstance(node, Index):
-            items = tuple(_bound_item(item, values) for item in node.items)
+            items = tuple(bound_item(item, values) for item in node.items)
             picked = _part_of_stack(node.value, items)
             if picked is not None:
                 part = rewrite(picked, leaf)
@@ -135,7 +135,8 @@ def _part_of_stack(value: Expr, items: tuple[int | slice | FamilyIndex, ...]) ->
     return value.parts[items[0]] if -len(value.parts) <= items[0] < len(value.parts) else None
 
 
-def _bound_item(item: int | slice | FamilyIndex, values: AbstractMapping[str, int]) -> int | slice | FamilyIndex:
+def bound_item(item: int | slice | FamilyIndex, values: AbstractMapping[str, int]) -> int | slice | FamilyIndex:
+    """An index with its variable replaced by its value, if that is given."""
     if isinstance(item, FamilyIndex) and item.value.variable in values:
         index = item.value.at(values[item.value.variable])
         if index < 0:

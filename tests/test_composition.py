@@ -44,11 +44,29 @@ def test_a_second_variable_passes_through(rng: np.random.Generator) -> None:
     check_meaning(composed, w, want)
 
 
+def test_a_layer_may_be_read_by_its_number(rng: np.random.Generator) -> None:
+    w = {"a": fresh(rng, 3, 4), "b": fresh(rng, 3, 4), "c.1": fresh(rng, 3, 4), "c.3": fresh(rng, 3, 4)}
+    either = sf.stack([sf.src("a"), sf.src("b")]).take({0: [1], 1: [0]}, axis=0).rearrange("1 x y -> x y")
+    inner = {"h.{2*i:0:2}.w": either, "h.{2*i+1}.w": sf.src("c.{2*i+1}")[1:], "s.{i:1:}.w": sf.src("a")[:, "{i}-1"]}
+    outer = {
+        "all": sf.concat([sf.src(f"h.{i}.w")[:2] for i in range(4)], axis=1),
+        "t.{i}": sf.stack([sf.src("s.{i}.w"), sf.src("s.4.w")]),
+    }
+    layers = [w["b"][:2], w["c.1"][1:], w["a"][:2], w["c.3"][1:]]
+    want = {"all": np.concatenate(layers, axis=1)}
+    want |= {f"t.{i}": np.stack([w["a"][:, i - 1], w["a"][:, 3]]) for i in range(1, 5)}
+    check_meaning(sf.compose(outer, inner), w, want)
+    with pytest.raises(sf.LanguageError, match="no indices for layer 7"):
+        sf.compose({"t": sf.src("h.7.w")}, {"h.{i}.w": sf.src("a").take({0: [1]}, axis=0)})
+    with pytest.raises(sf.LanguageError, match="before the first"):
+        sf.compose({"t": sf.src("h.1.w")}, {"h.{i}.w": sf.src("a")["{i}-2"]})
+
+
 @pytest.mark.parametrize(
     ("outer", "inner", "words"),
     [
         ("h.{i}.w", {"h.{2*i}.v": sf.src("a")}, "does not define"),
-        ("h.3.w", {"h.{2*i+1}.w": sf.src("a")}, "does not define"),
+        ("h.3.w", {"h.{2*i}.w": sf.src("a"), "h.{i:4:}.w": sf.src("a")}, "does not define"),
         ("h.{2*i}.w", {"h.{3*i}.w": sf.src("a")["{i}"]}, "one divides the other"),
     ],
 )

@@ -111,19 +111,33 @@ def test_rules_rename_and_heads_may_be_axes(model: Model, rng: np.random.Generat
     check_route(E.hf.trainer(model, mesh((1,), ("x",), 6), dtype="float32"), ck, rollout, lambda rank: arrays)
 
 
+def stacked(arrays: Arrays, layers: range, part: str, axis: int) -> Arrays:
+    """Arrays whose name has `part` after the layer's number, of all those layers in one."""
+    mark = f".layers.{layers[0]}.{part}"
+    out = {name: w for name, w in arrays.items() if not any(f".layers.{i}.{part}" in name for i in layers)}
+    for name in arrays:
+        if mark in name:
+            each = [arrays[name.replace(mark, f".layers.{i}.{part}")] for i in layers]
+            out[name.replace(mark, f".layers.{part}")] = np.stack(each, axis=axis)
+    return out
+
+
 @pytest.mark.parametrize("axis", [0, 1])
-def test_layers_may_be_stacked(axis: int, rng: np.random.Generator) -> None:
-    ck = checkpoint(LLAMA, rng)
-    apart = as_flax(LLAMA, ck, stack_experts=True)
-    arrays = {name: w for name, w in apart.items() if ".layers." not in name}
-    for name in [name for name in apart if ".layers.0." in name]:
-        each = [apart[name.replace(".0.", f".{i}.")] for i in range(LLAMA.layers)]
-        arrays[name.replace(".layers.0.", ".layers.")] = np.stack(each, axis=axis)
-    rules = {"model.layers.{i}": "model.layers"}
-    trainer = E.flax.trainer(LLAMA, tree_of(arrays), rules=rules, layer_axis=axis)
-    check_route(trainer, arrays, plain(LLAMA), lambda rank: ck)
-    with pytest.raises(sf.PlanError, match="written one by one"):
-        E.flax.rollout(LLAMA, tree_of(arrays), rules=rules)
+@pytest.mark.parametrize("model", [LLAMA, DEEPSEEK], ids=lambda m: m.name)
+def test_layers_may_be_stacked(model: Model, axis: int, rng: np.random.Generator) -> None:
+    ck = checkpoint(model, rng)
+    # of DeepSeek's layers, only those with experts look alike
+    layers, part = (model.sparse_layers, "mlp.") if model.experts else (model.dense_layers, "")
+    arrays = stacked(as_flax(model, ck, stack_experts=True), layers, part, axis)
+    if model.experts is None:
+        rules = {"model.layers.{i}": "model.layers"}
+    else:
+        names = ("mlp.experts", "mlp.gate", "mlp.shared_experts")
+        rules = {f"model.layers.{{i}}.{name}": f"model.layers.{name}" for name in names}
+    trainer = E.flax.trainer(model, tree_of(arrays), rules=rules, layer_axis=axis)
+    check_route(trainer, arrays, plain(model), lambda rank: ck)
+    rollout = E.flax.rollout(model, tree_of(arrays), rules=rules, layer_axis=axis)
+    check_route(E.hf.trainer(model, mesh((1,), ("x",), 6), dtype="float32"), ck, rollout, lambda rank: arrays)
 
 
 class Attention(nnx.Module):
@@ -206,9 +220,7 @@ def test_a_square_matrix_of_unclear_orientation_is_refused(rng: np.random.Genera
         assert mapping["model.embed_tokens.weight"] == sf.src("model.embed_tokens.w")
 
 
-def test_deepseeks_layers_do_not_make_one_stack(rng: np.random.Generator) -> None:
-    arrays = as_flax(DEEPSEEK, checkpoint(DEEPSEEK, rng), stack_experts=True)
-    for name in [name for name in arrays if ".layers.1.mlp." in name]:
-        arrays[name.replace(".layers.1.", ".layers.")] = np.stack([arrays[name]] * 3)
-    with pytest.raises(sf.PlanError, match=r"has the layers range\(1, 4\)"):
-        E.flax.trainer(DEEPSEEK, tree_of(arrays), rules={"model.layers.{i}.mlp": "model.layers.mlp"})
+def test_a_stack_that_does_not_hold_its_layers_is_refused(rng: np.random.Generator) -> None:
+    arrays = stacked(as_flax(DEEPSEEK, checkpoint(DEEPSEEK, rng), stack_experts=True), range(1, 4), "self_attn.", 0)
+    with pytest.raises(sf.PlanError, match=r"\(3, 16, 8\), but .*q_a_proj.weight' has the layers range\(0, 4\)"):
+        E.flax.trainer(DEEPSEEK, tree_of(arrays), rules={"model.layers.{i}.self_attn": "model.layers.self_attn"})

@@ -52,14 +52,10 @@ def trainer(model: Model, params: Any, *, rules: Rules | None = None, layer_axis
     return Side(params=params, mapping=Mapping({one.tensor.name: one.canonical(layer_axis) for one in found}))
 
 
-def rollout(model: Model, params: Any, *, rules: Rules | None = None) -> Side:
-    """The rollout side of a model: as `trainer`, written instead of read.
-
-    Raises:
-      PlanError: As `trainer`; and a stack of layers, whose layers a rollout cannot be given one by one.
-    """
-    found = _found(model, params, {} if rules is None else rules, None)
-    return Side(params=params, mapping=Mapping({one.own: one.from_canonical() for one in found}))
+def rollout(model: Model, params: Any, *, rules: Rules | None = None, layer_axis: int = 0) -> Side:
+    """The rollout side of a model: as `trainer`, written instead of read."""
+    found = _found(model, params, {} if rules is None else rules, layer_axis)
+    return Side(params=params, mapping=Mapping({one.own: one.from_canonical(layer_axis) for one in found}))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,25 +78,39 @@ class _Found:
         """Whether its layers lie in one tensor."""
         return self.tensor.layers is not None and "{i}" not in self.own
 
+    @property
+    def layers(self) -> range:
+        """Hugging Face's numbers of the layers of a stack."""
+        assert self.tensor.layers is not None
+        return self.tensor.layers
+
     def canonical(self, layer_axis: int) -> Expr:
         """The canonical tensor as an expression over the user's."""
 
         def one(name: str) -> Expr:
-            whole = src(name)
-            here = whole[(*(slice(None),) * layer_axis, "{i}")] if self.is_stack else whole
+            here: Expr = src(name)
+            if self.is_stack:
+                first = self.layers[0]
+                here = here[(*(slice(None),) * layer_axis, f"{{i}}-{first}" if first else "{i}")]
             return here if self._is_same else here.rearrange(f"{self._flat} -> {self._grouped}")
 
         if "{e}" not in self.own:
             return one(self.own)
         return stack([one(self.own.replace("{e}", str(e))) for e in range(self.tensor.shape[0])])
 
-    def from_canonical(self) -> Expr:
+    def from_canonical(self, layer_axis: int) -> Expr:
         """The user's tensor as an expression over the canonical one."""
-        whole = src(self.tensor.name)
-        here = whole["{e}"] if "{e}" in self.own else whole
-        if self._is_same:
-            return here
-        return here.rearrange(f"{self._grouped} -> {self._flat}", **{f"a{k}": n for k, n in enumerate(self.shape)})
+
+        def one(name: str) -> Expr:
+            whole = src(name)
+            here = whole["{e}"] if "{e}" in self.own else whole
+            if self._is_same:
+                return here
+            return here.rearrange(f"{self._grouped} -> {self._flat}", **{f"a{k}": n for k, n in enumerate(self.shape)})
+
+        if not self.is_stack:
+            return one(self.tensor.name)
+        return stack([one(name) for name in self.tensor.names], axis=layer_axis)
 
     @property
     def _is_same(self) -> bool:
@@ -115,7 +125,7 @@ class _Found:
         return " ".join("(" + " ".join(f"a{k}" for k in group) + ")" for group in self.order)
 
 
-def _found(model: Model, params: Any, rules: Rules, layer_axis: int | None) -> list[_Found]:
+def _found(model: Model, params: Any, rules: Rules, layer_axis: int) -> list[_Found]:
     names, leaves, _ = leaf_names(params)
     shapes = {name: tuple(leaf.shape) for name, leaf in zip(names, leaves, strict=True)}
     faults: list[str] = []
@@ -147,7 +157,7 @@ def _joined(*parts: str) -> str:
 
 
 def _locate(
-    tensor: Tensor, named: str, is_leaf: bool, shapes: AbstractMapping[str, tuple[int, ...]], layer_axis: int | None
+    tensor: Tensor, named: str, is_leaf: bool, shapes: AbstractMapping[str, tuple[int, ...]], layer_axis: int
 ) -> _Found:
     """Finds a tensor under its (renamed) name, under a leaf that flax calls otherwise, or as a bare param."""
     module, _, leaf = named.rpartition(".")
@@ -164,12 +174,7 @@ def _locate(
     own = held[0]
     shape = shapes[own.replace("{i}", str(first)).replace("{e}", "0")]
     if tensor.layers is not None and "{i}" not in own:
-        if layer_axis is None:
-            raise PlanError(
-                f"stack: {tensor.name!r} is the stack of layers {own!r}, but the layers of a rollout are written one "
-                "by one. Unstack them, or write an sf.Mapping."
-            )
-        if len(shape) <= layer_axis or shape[layer_axis] != len(tensor.layers) or first:
+        if len(shape) <= layer_axis or shape[layer_axis] != len(tensor.layers):
             raise PlanError(
                 f"stack: {own!r} has shape {shape}, but {tensor.name!r} has the layers {tensor.layers} on axis "
                 f"{layer_axis}. Give layer_axis=, or write an sf.Mapping."
