@@ -51,12 +51,21 @@ def test_totals_are_those_that_were_published() -> None:
         assert abs(count - total["value"]) <= total["rel_tol"] * total["value"], name
 
 
+@pytest.mark.parametrize("axes", [("fsdp", "tp"), ("fsdp", "sp", "tp")], ids=" ".join)
 @pytest.mark.parametrize("model", [QWEN3, QWEN3_MOE, LLAMA], ids=lambda m: m.name)
-def test_tunix_params_become_the_checkpoint_they_were_loaded_from(model: Model, rng: np.random.Generator) -> None:
+def test_tunix_params_become_the_checkpoint_they_were_loaded_from(
+    model: Model, axes: tuple[str, ...], rng: np.random.Generator
+) -> None:
     ck = checkpoint(model, rng)
-    trainer = sf.engines.tunix.trainer(model, mesh((2, 2), ("fsdp", "tp")), dtype="float32")
-    rollout = sf.engines.hf.rollout(model, mesh((1,), ("x",), 6), dtype="float32")
-    check_route(trainer, into_tunix(model, ck), rollout, lambda rank: ck)
+    trainer = sf.engines.tunix.trainer(model, mesh((2,) * len(axes), axes), dtype="float32")
+    cut = trainer.params["layers"]["0"]["attn"]["o_proj"]["w"].sharding.spec[2]
+    assert cut == (("fsdp", "sp") if "sp" in axes and model is not LLAMA else "fsdp")
+    check_route(
+        trainer,
+        into_tunix(model, ck),
+        sf.engines.hf.rollout(model, mesh((1,), ("x",)), dtype="float32"),
+        lambda rank: ck,
+    )
 
 
 @pytest.mark.parametrize("model", TINY, ids=lambda m: m.name)

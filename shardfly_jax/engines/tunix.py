@@ -22,7 +22,7 @@ def trainer(model: Model, mesh: AnyMesh, *, dtype: Any = "bfloat16") -> Side:
 
     Args:
       model: From `engines.model(name)`.
-      mesh: With axes `fsdp` and `tp`.
+      mesh: With axes `fsdp` and `tp`; and `sp` where Qwen3's `ShardingConfig` has `enable_sp`.
       dtype: tunix' `param_dtype`; its own default is float32.
 
     Raises:
@@ -32,33 +32,34 @@ def trainer(model: Model, mesh: AnyMesh, *, dtype: Any = "bfloat16") -> Side:
     for axis in ("fsdp", "tp"):
         axis_size("tunix", mesh, axis)
     builder = SideBuilder(mesh, dtype)
-    _outside_layers(model, builder)
-    _attention(model, builder)
+    fsdp = ("fsdp", "sp") if "sp" in mesh.axis_names and model.family != "llama3" else ("fsdp",)
+    _outside_layers(model, builder, fsdp)
+    _attention(model, builder, fsdp)
     if model.experts is None:
-        _mlp(model, builder)
+        _mlp(model, builder, fsdp)
     else:
         _experts(model, builder)
     return builder.side()
 
 
-def _outside_layers(m: Model, b: SideBuilder) -> None:
-    b.leaf("embedder.input_embedding", (m.vocab, m.hidden), "tp", "fsdp")
+def _outside_layers(m: Model, b: SideBuilder, fsdp: tuple[str, ...]) -> None:
+    b.leaf("embedder.input_embedding", (m.vocab, m.hidden), "tp", fsdp)
     b.entries["model.embed_tokens.weight"] = src("embedder.input_embedding")
     b.leaf("final_norm.w", (m.hidden,), "tp")
     b.entries["model.norm.weight"] = src("final_norm.w")
     if not m.tied:
-        b.leaf("lm_head.w", (m.hidden, m.vocab), "fsdp", "tp")
+        b.leaf("lm_head.w", (m.hidden, m.vocab), fsdp, "tp")
         b.entries["lm_head.weight"] = src("lm_head.w").rearrange("d v -> v d")
 
 
-def _attention(m: Model, b: SideBuilder) -> None:
+def _attention(m: Model, b: SideBuilder, fsdp: tuple[str, ...]) -> None:
     layers = range(m.layers)
     for head, heads in (("q", m.heads), ("k", m.kv_heads), ("v", m.kv_heads)):
         name = f"layers.{{i}}.attn.{head}_proj.w"
-        b.leaf(name, (m.hidden, heads, m.head_dim), "fsdp", "tp", None, layers=layers)
+        b.leaf(name, (m.hidden, heads, m.head_dim), fsdp, "tp", None, layers=layers)
         b.entries[f"{LAYER}self_attn.{head}_proj.weight"] = src(name).rearrange("d n h -> (n h) d")
     out = "layers.{i}.attn.o_proj.w"
-    b.leaf(out, (m.heads, m.head_dim, m.hidden), "tp", None, "fsdp", layers=layers)
+    b.leaf(out, (m.heads, m.head_dim, m.hidden), "tp", None, fsdp, layers=layers)
     b.entries[LAYER + "self_attn.o_proj.weight"] = src(out).rearrange("n h d -> d (n h)")
     for norm in ("q_norm", "k_norm") if m.qk_norm else ():
         b.leaf(f"layers.{{i}}.attn.{norm}.w", (m.head_dim,), "tp", layers=layers)
@@ -68,12 +69,12 @@ def _attention(m: Model, b: SideBuilder) -> None:
         b.entries[f"{LAYER}{norm}.weight"] = src(f"layers.{{i}}.{norm}.w")
 
 
-def _mlp(m: Model, b: SideBuilder) -> None:
+def _mlp(m: Model, b: SideBuilder, fsdp: tuple[str, ...]) -> None:
     into, out = (m.hidden, m.width), (m.width, m.hidden)
     for name, shape, spec in (
-        ("gate_proj", into, ("fsdp", "tp")),
-        ("up_proj", into, ("fsdp", "tp")),
-        ("down_proj", out, ("tp", "fsdp")),
+        ("gate_proj", into, (fsdp, "tp")),
+        ("up_proj", into, (fsdp, "tp")),
+        ("down_proj", out, ("tp", fsdp)),
     ):
         kernel = f"layers.{{i}}.mlp.{name}.kernel"
         b.leaf(kernel, shape, *spec, layers=range(m.layers))
