@@ -135,3 +135,10 @@ def test_deepseeks_two_stacks_reach_their_layers(expert_maps: bool) -> None:
     names, leaves, _ = leaf_names(trainer)
     arrays = {n: rng.standard_normal(x.shape, np.float32).astype(x.dtype) for n, x in zip(names, leaves, strict=True)}
     check(Case(arrays, {}, 4, []), plan)
+
+
+@pytest.mark.parametrize("engine", ["tunix", "vllm", "sglang"])
+def test_a_mesh_without_the_engines_axis_is_refused(engine: str) -> None:
+    side = sf.engines.tunix.trainer if engine == "tunix" else getattr(sf.engines, engine).rollout
+    with pytest.raises(sf.PlanError, match=rf"mesh of {engine} has the axes \['fsdp', 'model'\], but an axis 'tp'"):
+        side(DENSE, AbstractMesh((1, 1), ("fsdp", "model")))

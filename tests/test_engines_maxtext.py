@@ -63,8 +63,11 @@ def test_specs_are_those_that_base_yml_resolves_to() -> None:
     assert sparse["decoder.layers.moe_block.wi_1"] == P(("expert",), None, some, mlp)
     assert sparse["decoder.layers.moe_block.wo"] == P(("expert",), None, mlp, some)
     assert latent["decoder.moe_layers.self_attention.wkv_b.kernel"] == P(embed, None, heads, None)
-    staged = sf.engines.maxtext.trainer(LLAMA, AbstractMesh((3, 2), ("stage", "tensor"))).params
-    assert named(staged)["decoder.layers.mlp.wo.kernel"].sharding.spec == P(("tensor",), ("stage",), None)
+    stages = AbstractMesh((3, 2), ("stage", "tensor"))
+    staged = named(sf.engines.maxtext.trainer(LLAMA, stages).params)
+    assert staged["decoder.layers.mlp.wo.kernel"].sharding.spec == P(("tensor",), ("stage",), None)
+    whole = named(sf.engines.maxtext.trainer(DEEPSEEK, stages).params)
+    assert whole["decoder.moe_layers.self_attention.kv_norm.scale"].sharding.spec == P(("tensor",), None)
 
 
 def test_rows_that_pad_the_vocabulary_stay_behind(rng: np.random.Generator) -> None:

@@ -95,6 +95,11 @@ class _Stack:
     all_layers: int
     scanned: bool
 
+    @property
+    def layer_axes(self) -> tuple[str, ...]:
+        """What cuts the axis of layers: its logical name is `layers`, but DeepSeek's two have names without a rule."""
+        return STAGE if self.name.startswith("decoder.layers") else ()
+
     def add(self, canonical: str, own: str, shape: tuple[int, ...], *spec: tuple[str, ...], dtype: Any = None) -> None:
         """Adds a tensor that is a canonical one as it stands."""
         self.entry(canonical, self.leaf(own, shape, *spec, dtype=dtype))
@@ -104,7 +109,7 @@ class _Stack:
         count, step, first = len(self.layers), self.layers.step, self.layers[0]
         cut = [_present(self.builder.mesh, axes) for axes in spec]
         if self.scanned:
-            cut.insert(1, _present(self.builder.mesh, STAGE))
+            cut.insert(1, _present(self.builder.mesh, self.layer_axes))
             whole = (shape[0], count, *shape[1:])
             self.builder.leaf(f"{self.name}.{own}", whole, *cut, dtype=dtype)
             return src(f"{self.name}.{own}")[:, "{i}" if step > 1 or not first else f"{{i}}-{first}"]
