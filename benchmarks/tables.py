@@ -91,13 +91,19 @@ def _on_gpu(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
             f"{statistics.median(row['xla_secs']) * 1e3:.2f} ms",
             f"{row['faster_than_xla']:.2f}x",
             f"{statistics.median(row['sync_secs']) * 1e3:.2f} ms",
-            f"{statistics.median(row['host_secs']) * 1e3:.2f} ms, {row['arrays']} arrays",
+            _until_last_launch(row),
             f"{row['first_secs']:.2f} s",
             f"{max(row['grown_nbytes'])} B",
         ]
         for row in rows
     ]
     return header, lines
+
+
+def _until_last_launch(row: dict[str, Any]) -> str:
+    if "host_secs" not in row:
+        return "not measured"
+    return f"{statistics.median(row['host_secs']) * 1e3:.2f} ms for {row['arrays']} arrays"
 
 
 def _spread(secs: list[float]) -> str:

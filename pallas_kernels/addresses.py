@@ -1,8 +1,8 @@
 """Raw device addresses in Mosaic GPU kernels: the only place with PTX.
 
 Global addresses are 64-bit `Int`s, shared-memory addresses 32-bit ones. One warpgroup of `THREADS` threads runs the
-code. Ordering: `fence` orders a thread's ordinary accesses; bulk copies go through another proxy, and `fence_async`
-orders the two.
+code. Ordering: a release orders what its thread did, and what it knows of others by a barrier, before it; bulk copies
+go through another proxy, and `fence_async` orders the two.
 """
 
 from __future__ import annotations
@@ -216,11 +216,6 @@ def fence_async() -> None:
 
 
 # What other threads see, on this device ("gpu") or on all ("sys").
-
-
-def fence(scope: str) -> None:
-    """Orders this thread's accesses before it with those after it."""
-    ptx(f"fence.acq_rel.{scope};", "")
 
 
 def atomic_add(at: Int, value: int, order: str, *, only: Int) -> Int:

@@ -8,7 +8,7 @@ import numpy as np
 
 from shardfly_jax.pallas_kernels import addresses as m
 from shardfly_jax.pallas_kernels.emit import Int, const
-from shardfly_jax.sharding.formats import Cast, Conversion, Divide, Fill, MulAdd, itemsize, np_dtype, number
+from shardfly_jax.sharding.formats import Cast, Conversion, Divide, Fill, MulAdd, Step, itemsize, np_dtype, number
 
 
 def fills(conversion: Conversion) -> bool:
@@ -22,16 +22,7 @@ def convert(conversion: Conversion, element: list[Int]) -> list[Int]:
     Args:
       element: Its words, zero-extended; nothing for a fill.
     """
-    value, dtype = element, conversion.source
-    for step in conversion.steps:
-        match step:
-            case Fill(constant, dtype):
-                value = [const(word) for word in fill_words(constant, dtype)]
-            case Cast(target):
-                value, dtype = [_narrow(_wide(value[0], dtype), target)], target
-            case _:
-                value = [_narrow(_compute(step, _wide(value[0], dtype)), dtype)]
-    return value
+    return _follow(conversion.steps, element, conversion.source)[0]
 
 
 def convert_packed(conversion: Conversion, elements: Sequence[list[Int]]) -> list[Int]:
@@ -39,12 +30,22 @@ def convert_packed(conversion: Conversion, elements: Sequence[list[Int]]) -> lis
     width = itemsize(conversion.target)
     if not conversion.steps or conversion.target != "bfloat16" or not isinstance(conversion.steps[-1], Cast):
         return m.pack([convert(conversion, element) for element in elements], width)
-    dtype = conversion.source
-    wide = [element[0] for element in elements]
-    for step in conversion.steps[:-1]:
-        wide = [_narrow(_compute(step, _wide(x, dtype)), dtype) for x in wide]
-    wide = [_wide(x, dtype) for x in wide]
+    before = [_follow(conversion.steps[:-1], element, conversion.source) for element in elements]
+    wide = [_wide(value[0], dtype) for value, dtype in before]
     return [_narrow_pair(low, high) for low, high in zip(wide[::2], wide[1::2], strict=True)]
+
+
+def _follow(steps: Sequence[Step], value: list[Int], dtype: str) -> tuple[list[Int], str]:
+    """The words of an element after some steps, and its dtype then."""
+    for step in steps:
+        match step:
+            case Fill(constant, dtype):
+                value = [const(word) for word in fill_words(constant, dtype)]
+            case Cast(target):
+                value, dtype = [_narrow(_wide(value[0], dtype), target)], target
+            case _:
+                value = [_narrow(_compute(step, _wide(value[0], dtype)), dtype)]
+    return value, dtype
 
 
 def fill_words(constant: str, dtype: str) -> list[int]:
@@ -54,7 +55,7 @@ def fill_words(constant: str, dtype: str) -> list[int]:
     return [int(word) for word in padded]
 
 
-def _compute(step: object, x: Int) -> Int:
+def _compute(step: Step, x: Int) -> Int:
     """A step of arithmetic on float32 bits."""
     match step:
         case MulAdd(factor, addend):

@@ -47,6 +47,7 @@ VERSION, POISONED = range(2)
     SESSION,
     EPOCH,
     NEW_VERSION,  # what VERSION becomes at the end; -1: stays
+    SEVERAL,  # whether other devices raise the same counters
     INBOX,  # index of the own one among the addresses
     COUNTERS,  # first counter of an inbox
     RESET,  # how many counters are zeroed before anything else, and whether POISONED is set
@@ -54,7 +55,7 @@ VERSION, POISONED = range(2)
     N_TAILS,
     N_TELLS,
     LISTS,  # heads and tails: words of the own inbox; tells: pairs of buffer and word of that inbox; see `launch_size`
-) = range(12)
+) = range(13)
 """Words of a launch."""
 HEAD, TAIL, COUNTER = 1, 2, 3
 """Kinds of error: what was waited for; the rest of the word says which one."""
@@ -296,7 +297,7 @@ class Block:
         with when(failed == 0):
             self.move(tile, kind, convert, parity)
             with when(word(r.SIGNAL) != 0xFFFFFFFF):
-                self.signal(tile.remote, self.base(word(r.SIGNAL_INBOX)), word(r.SIGNAL))
+                self.signal(self.base(word(r.SIGNAL_INBOX)), word(r.SIGNAL))
         bulk = (failed == 0) & (kind == r.ROWS) & (tile.remote != 0)
         return bulk.where(parity ^ 1, parity)
 
@@ -349,23 +350,20 @@ class Block:
                 with when(kind == r.ELEMENTS):
                     tiles.elements(tile, conversion)
 
-    def signal(self, remote: Int, inbox: Int, counter: Int) -> None:
+    def signal(self, inbox: Int, counter: Int) -> None:
         """Raises a counter after this tile's stores."""
-        self.publish(remote)
+        several = m.load_word(self.launch, SEVERAL)
+        self.publish()
         at = inbox + (m.load_word(self.launch, COUNTERS) + counter) * const(4, 64)
-        with when(self.leads & (remote != 0)):
+        with when(self.leads & (several != 0)):
             m.raise_counter(at, "sys")
-        with when(self.leads & (remote == 0)):
+        with when(self.leads & (several == 0)):
             m.raise_counter(at, "gpu")
 
-    def publish(self, remote: Int) -> None:
-        """Makes the block's stores visible: on this device, or on all."""
+    def publish(self) -> None:
+        """Brings the block's stores before what its leading thread releases next: release is cumulative."""
         m.wait_stores(read=False)
-        with when(remote != 0):
-            m.fence_async()
-            m.fence("sys")
-        with when(remote == 0):
-            m.fence("gpu")
+        m.fence_async()
         m.barrier()
 
     # Waits: the leading thread's, with the clock it started.
@@ -421,10 +419,7 @@ class Block:
 
     def end(self) -> None:
         """Counts this block as finished; the last one ends the phase."""
-        m.wait_stores(read=False)
-        m.fence_async()
-        m.fence("sys")
-        m.barrier()
+        self.publish()
         before = m.atomic_add(self.state + 4 * FINISHED, 1, "acq_rel", only=self.leads)
         with when(self.leads & (before == self.blocks - 1)):
             error_at, version_at = self.state + 4 * ERROR, self.inbox + 4 * VERSION

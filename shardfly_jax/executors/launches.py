@@ -88,7 +88,7 @@ class Work:
         self.name, self.heads, self.tails, self.publishes = name, heads, tails, publishes
         self.table = table = tables.tables.get((device, phase)) if phase else None
         self.conversions, self.blocks, self.room = conversions if table else (), blocks, room
-        self.flags = size_class(len(tables.devices))
+        self.flags = size_class(2 * len(tables.devices))  # a tail for each device's send and finish
         self._tables, self._device, self._reset, self._tells, self._fixed = tables, device, reset, tells, fixed
         self.moving = [key for key in table.buffers if key not in fixed and not isinstance(key, Inbox)] if table else []
 
@@ -111,7 +111,7 @@ class Work:
         numbers = np.zeros(size, np.uint32)
         numbers[transfer.N_TILES] = self.table.n_tiles if self.table else 0
         numbers[transfer.INBOX], numbers[transfer.COUNTERS] = places[Inbox(self._device)], self._tables.counters
-        numbers[transfer.RESET] = self._reset
+        numbers[transfer.RESET], numbers[transfer.SEVERAL] = self._reset, len(self._tables.devices) > 1
         told = [number for device, word in self._tells for number in (places[Inbox(device)], word)]
         for count, at, values, per in (
             (transfer.N_HEADS, transfer.LISTS, [wait.word for wait in self.heads], 1),
