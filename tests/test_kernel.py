@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import shardfly_jax as sf
+from shardfly_jax.executors import persistent
 from shardfly_jax.pallas_kernels import transfer
 from shardfly_jax.sharding.formats import Divide, Fill, MulAdd, conversion
 from shardfly_jax.sharding.layouts import Layout
@@ -41,6 +44,38 @@ def test_a_cpu_says_why_it_does_not_run_the_kernel() -> None:
     forced = sf.register(sf.make_plan(whole, whole), executor="persistent")
     with pytest.raises(sf.RegistrationError, match="not on a GPU"):
         sf.sync({"w": {0: jnp.arange(4.0)}}, forced)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    id: int
+    compute_capability: str = "9.0"
+    device_kind: str = "NVIDIA H200"
+    platform: str = "gpu"
+
+    @property
+    def local_hardware_id(self) -> int:
+        return self.id
+
+    def __str__(self) -> str:
+        return f"cuda:{self.id}"
+
+
+def test_every_reason_against_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = {"w": Layout((4,), "float32", {0: [(0, 4)]})}
+    plan = sf.make_plan(whole, whole)
+    monkeypatch.setattr(persistent, "can_reach", lambda one, other: True)
+    assert persistent.why_not(plan, {Gpu(0), Gpu(1)}) == ()
+    monkeypatch.setattr(persistent, "can_reach", lambda one, other: (one, other) != (1, 0))
+    monkeypatch.setenv(persistent.OTHER_CLIENT, "1")
+    older = Gpu(1, "8.0", "NVIDIA A100")
+    integers = sf.make_plan(
+        {"w": Layout((4,), "int32", {0: [(0, 4)]})}, {"w": Layout((4,), "float32", {0: [(0, 4)]})}, allow_cast="*"
+    )
+    reasons = persistent.why_not(integers, {Gpu(0), older})
+    wanted = ["NVIDIA A100 has compute capability 8.0", persistent.OTHER_CLIENT, "cuda:1 cannot reach", "int32"]
+    for reason, part in zip(reasons, wanted, strict=True):
+        assert part in reason
 
 
 def test_an_unknown_executor_is_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +34,29 @@ def why_not(plan: Plan, devices: set[jax.Device]) -> tuple[str, ...]:
             reasons.append(f"{kind} has compute capability {capability}, and {wanted}")
     if os.environ.get(OTHER_CLIENT, "").lower() in ("1", "true"):
         reasons.append(f"{OTHER_CLIENT} is set, and that client does not run a device's computations in order")
+    reasons += [
+        f"{one} cannot reach the memory of {other}"
+        for one, other in itertools.permutations(sorted(devices, key=lambda d: d.id), 2)
+        if not can_reach(one.local_hardware_id, other.local_hardware_id)
+    ]
     unsupported = optable.why_unsupported(plan)
     return (*reasons, unsupported) if unsupported else tuple(reasons)
+
+
+def can_reach(one: int, other: int) -> bool:
+    """Whether kernels on one GPU can address another's memory, as the CUDA driver says.
+
+    Args:
+      one, other: Ordinals of visible GPUs. JAX lets all that can reach each other do so.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    answer, a, b = ctypes.c_int(0), ctypes.c_int(), ctypes.c_int()
+    failed = driver.cuDeviceGet(ctypes.byref(a), one) or driver.cuDeviceGet(ctypes.byref(b), other)
+    failed = failed or driver.cuDeviceCanAccessPeer(ctypes.byref(answer), a, b)
+    return not failed and bool(answer.value)
 
 
 class PersistentExecutor:
