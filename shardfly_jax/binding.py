@@ -224,12 +224,20 @@ def _fault(leaf: jax.Array, layout: Layout, rank: int | None, ranks: dict[int, j
     return None
 
 
-def check_overlap(session: Session, binding: Binding, arrays: dict[Key, jax.Array]) -> None:
+def check_addresses(session: Session, binding: Binding, arrays: dict[Key, jax.Array]) -> None:
     """Raises:
-    ParamsMismatch: A source shard shares memory with a registered buffer.
+    ParamsMismatch: A source shard shares memory with a registered buffer, or is not aligned as the executor needs it.
     """
+    assert session.executor is not None
+    alignment = session.executor.alignment
     for memory, (keys, nbytes) in binding.ranges.items():
         addresses = np.array([arrays[key].unsafe_buffer_pointer() for key in keys], np.int64)
+        crooked = addresses % alignment != 0
+        if crooked.any():
+            family, tensor, rank = keys[int(crooked.argmax())]
+            label = f"{session.plan.families[family].name(tensor)!r} of rank {rank}"
+            remedy = "Let JAX allocate it, or register with executor='portable'"
+            raise _mismatch([f"{label} is not aligned to {alignment} bytes. {remedy}"])
         shared = session.occupied.first_overlap(memory, addresses, nbytes)
         if shared is None:
             continue

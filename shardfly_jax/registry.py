@@ -147,8 +147,7 @@ class Session:
                     "receiving: the plan does not know the trainer's shardings. Make it from the trainer's jax.Arrays "
                     "or ShapeDtypeStructs on a mesh of devices, or call sf.sync(params, plan) after the step."
                 )
-            devices = {shard.device for shard in self.buffers.values()} | {d for d in source.devices if d is not None}
-            reasons = reasons_against(self.plan, devices)
+            reasons = reasons_against(self.plan, self.buffers, [d for d in source.devices if d is not None])
             if reasons or self.choice == "portable":
                 raise RegistrationError(
                     f"receiving: a jitted step can send only through the persistent kernel, but "
@@ -172,9 +171,8 @@ def why_not_persistent(plan: Plan) -> tuple[str, ...]:
       NotRegistered: The plan has no buffers yet.
     """
     session = plan.registered()
-    devices = {shard.device for shard in session.buffers.values()}
     source = plan.source.devices if plan.source is not None else ()
-    return reasons_against(session.plan, devices | {device for device in source if device is not None})
+    return reasons_against(session.plan, session.buffers, [device for device in source if device is not None])
 
 
 def register(

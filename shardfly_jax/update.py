@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardfly_jax.binding import bind, check_overlap, shards_of
+from shardfly_jax.binding import bind, check_addresses, shards_of
 from shardfly_jax.executors.memory import Key, fresh_handle, host_bytes, wait_for_readers
 from shardfly_jax.planning import Plan
 from shardfly_jax.registry import Session
@@ -54,7 +54,7 @@ def sync(params: Any, plan: Plan, *, progress: Callable[[int], None] | None = No
         assert session.executor is not None
         jax.block_until_ready([leaf for leaf, want in zip(leaves, binding.expected, strict=True) if want is not None])
         arrays = shards_of(leaves, binding)
-        check_overlap(session, binding, arrays)
+        check_addresses(session, binding, arrays)
         wait_for_readers({shard.device for shard in session.buffers.values()})
         session.poison("an update began and did not finish")
         try:

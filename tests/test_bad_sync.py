@@ -264,3 +264,13 @@ def test_a_plan_keeps_its_buffers_alive(rng: np.random.Generator) -> None:
     assert pointers(sf.params(plan)) == where
     assert_holds(sf.params(plan)["a"], x)
     assert not set(where.values()) & set(pointers(others).values())
+
+
+def test_params_that_the_executor_cannot_read_where_they_lie_are_refused_and_nothing_is_poisoned() -> None:
+    params = {"w": jnp.arange(64.0)}
+    plan = sf.register(sf.make_plan(params, params))
+    sf.sync(params, plan)
+    plan.registered().executor.alignment = 1 << 40  # type: ignore[union-attr]
+    with pytest.raises(sf.ParamsMismatch, match="'w' of rank 0 is not aligned"):
+        sf.sync(params, plan)
+    assert np.array_equal(sf.params(plan)["w"], params["w"])

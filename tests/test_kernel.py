@@ -65,15 +65,21 @@ def test_every_reason_against_the_kernel_is_given(monkeypatch: pytest.MonkeyPatc
     whole = {"w": Layout((4,), "float32", {0: [(0, 4)]})}
     plan = sf.make_plan(whole, whole)
     monkeypatch.setattr(persistent, "can_reach", lambda one, other: True)
-    assert persistent.why_not(plan, {Gpu(0), Gpu(1)}) == ()
+    assert persistent.why_not(plan, {Gpu(0), Gpu(1)}, {(0, 0, 1): 256}) == ()
     monkeypatch.setattr(persistent, "can_reach", lambda one, other: (one, other) != (1, 0))
     monkeypatch.setenv(persistent.OTHER_CLIENT, "1")
     older = Gpu(1, "8.0", "NVIDIA A100")
     integers = sf.make_plan(
         {"w": Layout((4,), "int32", {0: [(0, 4)]})}, {"w": Layout((4,), "float32", {0: [(0, 4)]})}, allow_cast="*"
     )
-    reasons = persistent.why_not(integers, {Gpu(0), older})
-    wanted = ["NVIDIA A100 has compute capability 8.0", persistent.OTHER_CLIENT, "cuda:1 cannot reach", "int32"]
+    reasons = persistent.why_not(integers, {Gpu(0), older}, {(0, 0, 1): 258})
+    wanted = [
+        "NVIDIA A100 has compute capability 8.0",
+        persistent.OTHER_CLIENT,
+        "cuda:1 cannot reach",
+        "that of 'w' of rank 1",
+        "int32",
+    ]
     for reason, part in zip(reasons, wanted, strict=True):
         assert part in reason
 

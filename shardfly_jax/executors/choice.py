@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import jax
@@ -15,7 +15,13 @@ from shardfly_jax.sharding.plan import Plan
 
 
 class Executor(Protocol):
-    """Runs a plan on buffers that it was built for."""
+    """Runs a plan on buffers that it was built for.
+
+    Attributes:
+      alignment: Of the sources that it takes, bytes.
+    """
+
+    alignment: int
 
     def start(self, sources: Sources, progress: Callable[[int], None] | None = None) -> Callable[[], None]:
         """Begins to execute every move of the plan.
@@ -32,13 +38,16 @@ class Executor(Protocol):
 EXECUTORS = ("auto", "portable", "persistent")
 
 
-def why_not_persistent(plan: Plan, devices: set[jax.Device]) -> tuple[str, ...]:
-    """Why the persistent kernel cannot run a plan on these devices; empty if it can."""
+def why_not_persistent(
+    plan: Plan, buffers: Mapping[Key, Shard], source_devices: Iterable[jax.Device]
+) -> tuple[str, ...]:
+    """Why the persistent kernel cannot run a plan with these buffers and trainer devices; empty if it can."""
+    devices = {*source_devices} | {shard.device for shard in buffers.values()}
     if any(device.platform != "gpu" for device in devices):
         return ("some ranks are not on a GPU",)
     from shardfly_jax.executors import persistent  # Pallas takes a second to import, and only GPUs need it
 
-    return persistent.why_not(plan, devices)
+    return persistent.why_not(plan, devices, {key: shard.address for key, shard in buffers.items()})
 
 
 def make_executor(
@@ -56,7 +65,7 @@ def make_executor(
     """
     devices = {*source_devices.values()} | {shard.device for shard in buffers.values()}
     if choice != "portable":
-        reasons = why_not_persistent(plan, devices)
+        reasons = why_not_persistent(plan, buffers, source_devices.values())
         if not reasons:
             from shardfly_jax.executors.persistent import PersistentExecutor
 

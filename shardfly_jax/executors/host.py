@@ -50,6 +50,8 @@ class HostExecutor:
       buffers: Registered shards of all target families.
     """
 
+    alignment = 1
+
     def __init__(self, plan: Plan, buffers: Mapping[Key, Shard]):
         self.plan, self.buffers = plan, buffers
         self._targets = {key: host_bytes(shard.address, shard.nbytes) for key, shard in buffers.items()}

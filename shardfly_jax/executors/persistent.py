@@ -15,7 +15,7 @@ from shardfly_jax.executors.launches import Attempt, Launch, Work
 from shardfly_jax.executors.memory import Key, Shard, Sources
 from shardfly_jax.executors.phases import Phases
 from shardfly_jax.sharding import optable
-from shardfly_jax.sharding.errors import StaleBuffer, SyncTimeout
+from shardfly_jax.sharding.errors import SyncTimeout
 from shardfly_jax.sharding.optable import Inbox
 from shardfly_jax.sharding.plan import Plan
 from shardfly_jax.sharding.records import PIECE_NBYTES
@@ -25,8 +25,8 @@ DEADLINE_MS = 60_000
 OTHER_CLIENT = "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT"
 
 
-def why_not(plan: Plan, devices: set[jax.Device]) -> tuple[str, ...]:
-    """Why this executor cannot run a plan on these GPUs; empty if it can."""
+def why_not(plan: Plan, devices: set[jax.Device], addresses: Mapping[Key, int]) -> tuple[str, ...]:
+    """Why this executor cannot run a plan on these GPUs, with buffers at these addresses; empty if it can."""
     reasons = []
     for kind, capability in sorted({(d.device_kind, getattr(d, "compute_capability", "unknown")) for d in devices}):
         if capability != SUPPORTED_CAPABILITY:
@@ -39,6 +39,12 @@ def why_not(plan: Plan, devices: set[jax.Device]) -> tuple[str, ...]:
         for one, other in itertools.permutations(sorted(devices, key=lambda d: d.id), 2)
         if not can_reach(one.local_hardware_id, other.local_hardware_id)
     ]
+    crooked = [key for key, address in addresses.items() if address % PIECE_NBYTES]
+    if crooked:
+        reasons.append(
+            f"{len(crooked)} buffers are not aligned to {PIECE_NBYTES} bytes, such as that of "
+            f"{plan.families[crooked[0][0]].name(crooked[0][1])!r} of rank {crooked[0][2]}"
+        )
     unsupported = optable.why_unsupported(plan)
     return (*reasons, unsupported) if unsupported else tuple(reasons)
 
@@ -74,9 +80,9 @@ class PersistentExecutor:
       idle: Gives the work of a device that takes part in a launch and has nothing to do.
       source_keys: Source shards that are read.
 
-    Raises:
-      StaleBuffer: A buffer is not aligned to 16 bytes.
     """
+
+    alignment = PIECE_NBYTES
 
     def __init__(self, plan: Plan, buffers: Mapping[Key, Shard], source_devices: Mapping[int, jax.Device]):
         self.plan = plan
@@ -90,7 +96,6 @@ class PersistentExecutor:
             for n, device in zip(tables.n_counters, self.devices, strict=True)
         ]
         fixed: dict[Key | Inbox, int] = {key: shard.address for key, shard in buffers.items()}
-        self._check_alignment(fixed)
         fixed |= {Inbox(number): array.unsafe_buffer_pointer() for number, array in enumerate(self._inboxes)}
         phases = Phases(plan, tables, self.devices, fixed)
         self.sending, self.idle = phases.send(), phases.idle
@@ -100,25 +105,14 @@ class PersistentExecutor:
             for of in (phases.ready(), self.sending, phases.finish())
         )
 
-    def _check_alignment(self, addresses: Mapping[Key | Inbox, int]) -> None:
-        for key, address in addresses.items():
-            if address % PIECE_NBYTES and isinstance(key, tuple):
-                raise StaleBuffer(
-                    f"buffer: {self.plan.families[key[0]].name(key[1])!r} of rank {key[2]} is not aligned to "
-                    f"{PIECE_NBYTES} bytes. Let JAX allocate params and rollout buffers, or use executor='portable'."
-                )
-
     def start(self, sources: Sources, progress: Callable[[int], None] | None = None) -> Callable[[], None]:
         """Launches every phase; see `Executor`.
 
         Raises:
-          StaleBuffer: A source is not aligned to 16 bytes.
           SyncTimeout: A phase waited for another one beyond the deadline, from what is returned.
         """
         arrays = [sources[key] for key in self.source_keys]  # alive until the kernels have ended
         addresses = np.array([array.unsafe_buffer_pointer() for array in arrays], np.uint64)
-        if (addresses % PIECE_NBYTES).any():
-            self._check_alignment(dict(zip(self.source_keys, addresses.tolist(), strict=True)))
         attempt = self.begin()
         sent = [(launch.work, launch.start(attempt, addresses)) for launch in self._send]
         finished = self._start(self._finish, attempt)

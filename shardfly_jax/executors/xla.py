@@ -32,6 +32,8 @@ class XlaExecutor:
       buffers: Registered shards of all target families; their arrays are replaced by each run.
     """
 
+    alignment = 1
+
     def __init__(self, plan: Plan, buffers: Mapping[Key, Shard]):
         self.plan, self.buffers = plan, buffers
         self._order = list(plan.moves.in_order())
