@@ -1,4 +1,4 @@
-"""`plot_plan`: a plan as a matplotlib figure, without pyplot and its global state."""
+"""`plot_plan`, `plot_timeline`: a plan as matplotlib figures, without pyplot and its global state."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import numpy as np
 
 from shardfly_jax.contiguity import RUN_CLASSES, runs
 from shardfly_jax.sharding.plan import Plan
+from shardfly_jax.sharding.schedule import LENGTH
 from shardfly_jax.wording import bytes_text
 
 try:
     from matplotlib.axes import Axes
-    from matplotlib.colors import LogNorm
+    from matplotlib.colors import LogNorm, to_rgb
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 except ImportError as error:
     raise ImportError("plots need matplotlib, which is not installed. Run: pip install 'shardfly-jax[plot]'") from error
@@ -26,9 +28,13 @@ LABELS = 16
 """Ranks that are named on an axis, at most."""
 SMALLEST_LABELLED = 0.2
 """Share of the heat map below which a side has no room for a label."""
+SLICES = 200
+"""Of the order line, in a timeline."""
+TIMELINE_DECADES = 3
+"""Bytes so many decades below the most are drawn palest."""
 
 
-class PlanFigure(Figure):
+class ShownFigure(Figure):
     """A figure that notebooks show although pyplot does not know it."""
 
     def _repr_png_(self) -> bytes:
@@ -39,7 +45,7 @@ class PlanFigure(Figure):
 
 def plot_plan(plan: Plan) -> Figure:
     """Traffic between ranks, bytes in and out of each rank, and bytes by length of run, side by side."""
-    figure = PlanFigure(figsize=(16.5, 5.4), dpi=100, layout="constrained")
+    figure = ShownFigure(figsize=(16.5, 5.4), dpi=100, layout="constrained")
     figure.suptitle(
         f"Plan {plan.digest[:12]}: {bytes_text(plan.nbytes)} from {plan.source_ranks} trainer to {plan.target_ranks} "
         f"rollout ranks, {bytes_text(plan.egress_nbytes)} of them sent by trainers"
@@ -130,3 +136,55 @@ def _runs(plan: Plan, axes: Axes) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(_bytes_axis))
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.07), ncols=2, fontsize=9, frameon=False)
+
+
+def plot_timeline(plan: Plan, first: float = 0.0, last: float = 1.0) -> Figure:
+    """What each rank receives and sends along the plan's order: three lanes a rank, darker for more bytes.
+
+    The order says what comes before what; it is no clock.
+
+    Args:
+      plan: The plan.
+      first, last: The part of the order that is shown, as shares of it.
+    """
+    kinds = {"in, from trainers": DIRECT, "in, from rollouts": FORWARDED, "out": SENT}
+    lanes = np.stack(flows_by_slice(plan, first, last), axis=1).reshape(-1, SLICES)
+    top = max(lanes.max(), 1.0)
+    shade = np.clip(1 + np.log10(np.maximum(lanes, 1e-30) / top) / TIMELINE_DECADES, 0, 1)[..., None] * 0.8
+    shade[lanes > 0] += 0.2  # the least of it is still seen
+    colours = np.tile(np.array([to_rgb(colour) for colour in kinds.values()]), (plan.ranks, 1))[:, None]
+    figure = ShownFigure(figsize=(11, 1.6 + 0.4 * plan.ranks), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    extent = (100 * first, 100 * last, plan.ranks - 0.5, -0.5)
+    axes.imshow(1 - shade * (1 - colours), extent=extent, aspect="auto", interpolation="nearest")
+    for rank in range(1, plan.ranks):
+        axes.axhline(rank - 0.5, color="black", linewidth=1.5 if rank == plan.source_ranks else 0.3)
+    names = [f"{'trainer' if rank < plan.source_ranks else 'rollout'} {rank}" for rank in range(plan.ranks)]
+    axes.set_yticks(range(plan.ranks), names)
+    axes.set(xlabel="place in the plan's order, %")
+    axes.set_title(f"What moves when, in the plan's order (darkest: {bytes_text(top)} in 1/{SLICES} of the picture)")
+    figure.legend([Patch(color=colour) for colour in kinds.values()], kinds, loc="outside lower center", ncols=3)
+    return figure
+
+
+def flows_by_slice(plan: Plan, first: float, last: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Bytes received from trainers, received from rollouts, and sent, in each slice: float64 [ranks, SLICES]."""
+    moves = plan.moves
+    rows, ks = moves.expanded()
+    travels = (moves.source_rank >= 0) & (moves.source_rank != moves.target_rank)
+    rows, ks = (x[travels[rows]] for x in (rows, ks))
+    start = (moves.order[rows] + ks * moves.order_step[rows]).astype(np.float64)
+    span = np.maximum(moves.order_span[rows], 1).astype(np.float64)
+    nbytes = (plan.row_nbytes // moves.count)[rows]
+    whole = max(LENGTH, (start + span).max(initial=0))
+    edges = np.linspace(first * whole, last * whole, SLICES + 1)
+    source, target = moves.source_rank[rows], moves.target_rank[rows]
+    from_trainer = source < plan.source_ranks
+
+    def flow(here: np.ndarray) -> np.ndarray:
+        return np.diff(np.clip((edges[:, None] - start[here]) / span[here], 0, 1), axis=0) @ nbytes[here]
+
+    ranks = range(plan.ranks)
+    direct = [flow((target == rank) & from_trainer) for rank in ranks]
+    forwarded = [flow((target == rank) & ~from_trainer) for rank in ranks]
+    return np.array(direct), np.array(forwarded), np.array([flow(source == rank) for rank in ranks])

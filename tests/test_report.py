@@ -12,6 +12,7 @@ import pytest
 import shardfly_jax as sf
 from shardfly_jax import commands
 from shardfly_jax.contiguity import RUN_CLASSES, runs
+from shardfly_jax.plots import SLICES, flows_by_slice, plot_timeline
 from shardfly_jax.report import sharing_sets
 from shardfly_jax.sharding.language import Expr
 from shardfly_jax.wording import bytes_text, in_words, ranks_text, secs_text
@@ -170,6 +171,37 @@ def test_the_picture_shows_all_traffic_all_ranks_and_all_runs(rollout: str) -> N
     assert sum(bar.get_width() for group in lengths.containers for bar in group) == plan.target_nbytes
     assert figure._repr_png_().startswith(b"\x89PNG")
     assert figure.canvas.manager is None  # no window, no pyplot
+
+
+@pytest.mark.parametrize("rollout", ["vllm:tp=2,replicas=2", "vllm:tp=1,replicas=4"])
+def test_the_timeline_shows_all_traffic_once_and_forwards_after_what_they_forward(rollout: str) -> None:
+    plan = qwen(rollout=rollout)
+    traffic = plan.traffic()
+    np.fill_diagonal(traffic, 0)
+    direct, forwarded, sent = flows_by_slice(plan, 0.0, 1.0)
+    np.testing.assert_allclose(sent.sum(axis=1), traffic.sum(axis=1))
+    np.testing.assert_allclose(direct.sum(axis=1), traffic[: plan.source_ranks].sum(axis=0))
+    np.testing.assert_allclose(forwarded.sum(axis=1), traffic[plan.source_ranks :].sum(axis=0))
+    np.testing.assert_allclose((direct + forwarded).sum(axis=0), sent.sum(axis=0))
+    passed_on, arrived = (
+        sent[plan.source_ranks :].cumsum(axis=1),
+        (direct + forwarded)[plan.source_ranks :].cumsum(axis=1),
+    )
+    hops = len(plan.replicas) - 1
+    assert (passed_on <= hops * arrived * (1 + 1e-9)).all()  # a root may pass all that it has to each other replica
+    halves = [np.stack(flows_by_slice(plan, first, last)).sum(axis=2) for first, last in ((0.0, 0.4), (0.4, 1.0))]
+    np.testing.assert_allclose(sum(halves), np.stack((direct, forwarded, sent)).sum(axis=2))
+
+
+def test_the_timeline_has_three_lanes_a_rank_and_is_white_where_nothing_moves() -> None:
+    plan = qwen()
+    figure = plot_timeline(plan)
+    (image,) = figure.axes[0].images
+    shown = np.asarray(image.get_array())
+    assert shown.shape == (3 * plan.ranks, SLICES, 3)
+    lanes = np.stack(flows_by_slice(plan, 0.0, 1.0), axis=1).reshape(-1, SLICES)
+    np.testing.assert_array_equal((shown == 1).all(axis=2), lanes == 0)
+    assert [tick.get_text() for tick in figure.axes[0].get_yticklabels()][3:5] == ["trainer 3", "rollout 4"]
 
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
