@@ -10,7 +10,7 @@ ARGS =
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-gpu check notebook bench bench-gpu clean
+.PHONY: help setup demo rl test test-gpu check notebook bench bench-gpu clean
 
 # A .venv that does not run, or that came along when a checkout was copied or moved (its editable install points to
 # the old folder), has no valid stamps.
@@ -25,6 +25,9 @@ setup: $(TEST_STAMP) ## make .venv with everything that the tests need
 
 demo: $(RUN_STAMP) ## three real updates of Qwen3-0.6B on 8 CPU devices, every byte checked
 	$(PY) -m shardfly_jax demo $(ARGS)
+
+rl: $(TEST_STAMP) ## GRPO on CPU devices, rollouts synced after every step (ARGS="--mode async" chooses)
+	$(PY) -m shardfly_jax rl $(ARGS)
 
 test: $(TEST_STAMP) ## run the tests (ARGS="-k word" chooses)
 	$(PY) -m pytest $(ARGS)

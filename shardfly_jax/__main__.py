@@ -1,17 +1,20 @@
-"""The command line: `python -m shardfly_jax {demo,explain,simulate,models}`."""
+"""The command line: `python -m shardfly_jax {demo,rl,explain,simulate,models}`."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import jax
 
 from shardfly_jax import commands
+from shardfly_jax.rl.options import MODES, Options
 from shardfly_jax.sharding.errors import ShardflyError
 from shardfly_jax.sharding.topology import PRESETS
 
@@ -41,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = _parser().parse_args(arguments)
         if chosen.command == "demo":
             return _demo(chosen)
+        if chosen.command == "rl":
+            return _rl(chosen)
         text = _text(chosen)
     except (commands.UsageError, ShardflyError, OSError) as error:
         print(f"error: {commands.error_text(error)}", file=sys.stderr)
@@ -71,6 +76,16 @@ def _demo(chosen: argparse.Namespace) -> int:
     return demo.run(chosen.model, chosen.updates)
 
 
+def _rl(chosen: argparse.Namespace) -> int:
+    choose_devices()
+    try:
+        from shardfly_jax.rl import command
+    except ImportError as error:  # optax or matplotlib
+        raise commands.UsageError(str(error)) from error
+    names = [field.name for field in dataclasses.fields(Options)]
+    return command.run(Options(**{name: getattr(chosen, name) for name in names}), chosen.plot)
+
+
 def choose_devices() -> None:
     """Eight CPU devices unless the environment says otherwise.
 
@@ -87,10 +102,11 @@ def choose_devices() -> None:
 
 def _parser() -> _Parser:
     parser = _Parser(prog=PROGRAM, description="Streams the weights of a JAX trainer into its rollout engines.")
-    add = parser.add_subparsers(dest="command", required=True, metavar="{demo,explain,simulate,models}").add_parser
+    add = parser.add_subparsers(dest="command", required=True, metavar="{demo,rl,explain,simulate,models}").add_parser
     demo = add("demo", help="real updates on 8 CPU devices, every byte checked")
     demo.add_argument("--model", default="Qwen3-0.6B", help="a name that `models` lists (default: %(default)s)")
     demo.add_argument("--updates", type=_count, default=3, help="how many (default: %(default)s)")
+    _add_rl(add("rl", help="GRPO on sums: a policy learns to add, its rollouts synced after every step"))
     explain = add(
         "explain",
         help="a plan's report: who sends what to whom, and how long it would take",
@@ -111,6 +127,28 @@ def _parser() -> _Parser:
     return parser
 
 
+def _add_rl(parser: argparse.ArgumentParser) -> None:
+    """Every field of `Options`, and the picture."""
+    modes = "; ".join(f"{mode}: {meaning}" for mode, meaning in MODES.items())
+    helps = {
+        "steps": (_count, "train steps"),
+        "prompts": (_count, "of a batch; even, for the two replicas"),
+        "completions": (_count, "answers to each prompt: GRPO's group"),
+        "largest": (_whole(1, 9), "the numbers to add are 0 to this, at most 9"),
+        "learning_rate": (_rate, "Adam's"),
+        "seed": (_whole(0, (1 << 32) - 1), "of weights, prompts and draws"),
+    }
+    default = Options()
+    parser.add_argument("--mode", choices=MODES, default=default.mode, help=f"{modes} (default: %(default)s)")
+    for name, (kind, text) in helps.items():
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=kind, default=getattr(default, name), help=f"{text} (default: %(default)s)")
+    parser.add_argument(
+        "--plot", type=Path, metavar="PATH.png", default=Path("out/grpo.png"),
+        help="the rewards are drawn there (default: %(default)s)",
+    )  # fmt: skip
+
+
 def _add_route(parser: argparse.ArgumentParser) -> None:
     trainers = " | ".join(f"{name}:{_options(engine)}" for name, engine in commands.TRAINERS.items())
     rollouts = " | ".join(f"{name}:{_options(engine)}" for name, engine in commands.ROLLOUTS.items())
@@ -128,10 +166,26 @@ def _options(engine: commands.Engine) -> str:
     return ",".join(f"{name}={default}" for name, default in engine.options.items())
 
 
-def _count(text: str) -> int:
-    value = commands.parse_count(text, 1, commands.MAX_RANKS)
-    if value is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {commands.MAX_RANKS}")
+def _whole(low: int, high: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        value = commands.parse_count(text, low, high)
+        if value is None:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {low} to {high}")
+        return value
+
+    return parse
+
+
+_count = _whole(1, commands.MAX_RANKS)
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return value
 
 

@@ -140,6 +140,12 @@ def change(index: int, value: str) -> list[str]:
         (["explain", *ROUTE, "--save", "/no/such/folder/plan"], "/no/such/folder"),
         (["explain", *ROUTE, "--plot", "plan.what"], "png"),
         (["demo", "--updates", "none"], "from 1 to 4096"),
+        (["rl", "--mode", "fast"], "async"),
+        (["rl", "--largest", "10"], "from 1 to 9"),
+        (["rl", "--seed", "-1"], "from 0 to"),
+        (["rl", "--learning-rate", "0"], "positive"),
+        (["rl", "--learning-rate", "fast"], "positive"),
+        (["rl", "--prompts", "3", "--completions", "5"], "even number"),
     ],
 )
 def test_a_wrong_argument_is_one_line_that_says_what_is_allowed(

@@ -164,7 +164,7 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     copy = tmp_path_factory.mktemp("checkout")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(CHECKOUT / name, copy / name)
-    for name in ("shardfly_jax", "sharding", "pallas_kernels", "tests"):
+    for name in ("shardfly_jax", "sharding", "pallas_kernels", "examples", "tests"):
         shutil.copytree(CHECKOUT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(copy / "dist")]
     done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300, check=False)
