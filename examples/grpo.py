@@ -51,7 +51,6 @@ class Step:
 
     Attributes:
       number: From 1.
-      trainer_version: Of the weights that were trained; the initial weights are version 1.
       rollout_version: Of the weights that drew this step's tokens.
       reward: Mean over the batch: the share of right sums.
       drift: Mean |p / p_rollout - 1| over tokens.
@@ -62,7 +61,6 @@ class Step:
     """
 
     number: int
-    trainer_version: int
     rollout_version: int
     reward: float
     drift: float
@@ -70,6 +68,11 @@ class Step:
     entropy: float
     sample: str
     sync_secs: float
+
+    @property
+    def trainer_version(self) -> int:
+        """Of the weights that were trained: the initial ones are version 1, and every step makes the next."""
+        return self.number
 
 
 class Loop:
@@ -79,7 +82,7 @@ class Loop:
       options: Of the run.
 
     Raises:
-      PlanError: JAX has fewer than 8 devices, or a batch does not divide.
+      PlanError: JAX has fewer than 8 devices.
     """
 
     def __init__(self, options: Options):
@@ -88,11 +91,6 @@ class Loop:
             raise sf.PlanError(
                 f"rl: JAX has {len(devices)} devices, but {DEVICES} are needed. Start it with "
                 f"XLA_FLAGS=--xla_force_host_platform_device_count={DEVICES}."
-            )
-        if options.prompts * options.completions % 2:
-            raise sf.PlanError(
-                f"rl: a batch is {options.prompts} x {options.completions} answers, but two replicas share it. Choose "
-                "an even number of prompts or completions."
             )
         self.options = options
         self.trainer_mesh = Mesh(devices[:4].reshape(2, 2), ("fsdp", "tp"))
@@ -122,10 +120,11 @@ class Loop:
             start = time.perf_counter()
             if mode != "frozen":
                 weights = sf.sync(self.policy, self.plan)
+            sync_secs = time.perf_counter() - start
             yield Step(
-                number=number, trainer_version=number, rollout_version=batch.version, reward=float(rewards.mean()),
+                number=number, rollout_version=batch.version, reward=float(rewards.mean()),
                 drift=float(terms.drift), clipped=float(terms.clipped), entropy=float(terms.entropy),
-                sample=task.text(np.asarray(batch.completions.tokens[0])), sync_secs=time.perf_counter() - start,
+                sample=task.text(np.asarray(batch.completions.tokens)[0]), sync_secs=sync_secs,
             )  # fmt: skip
 
     def draw(self, weights: dict[str, jax.Array]) -> Batch:

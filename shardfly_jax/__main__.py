@@ -14,7 +14,7 @@ from typing import NoReturn
 import jax
 
 from shardfly_jax import commands
-from shardfly_jax.rl.options import MODES, Options
+from shardfly_jax.rl.options import MAX_NUMBER, MODES, Options
 from shardfly_jax.sharding.errors import ShardflyError
 from shardfly_jax.sharding.topology import PRESETS
 
@@ -134,7 +134,7 @@ def _add_rl(parser: argparse.ArgumentParser) -> None:
         "steps": (_count, "train steps"),
         "prompts": (_count, "of a batch; even, for the two replicas"),
         "completions": (_count, "answers to each prompt: GRPO's group"),
-        "largest": (_whole(1, 9), "the numbers to add are 0 to this, at most 9"),
+        "largest": (_whole(1, MAX_NUMBER), f"the numbers to add are 0 to this, at most {MAX_NUMBER}"),
         "learning_rate": (_rate, "Adam's"),
         "seed": (_whole(0, (1 << 32) - 1), "of weights, prompts and draws"),
     }

@@ -136,6 +136,29 @@ def test_trainer_and_rollouts_agree_on_log_probabilities(rng: np.random.Generato
     assert np.abs(logps - exact).max() > 1e-3, "rounding made no difference, so the second check shows nothing"
 
 
+def test_the_gradient_over_all_answers_is_that_of_the_expected_reward(rng: np.random.Generator) -> None:
+    """The policy-gradient theorem on one prompt, all 144 answers enumerated: E[R grad log p] = grad E[R]."""
+    policy = loop_with_random_weights(rng).policy
+    letters = np.arange(len(task.ALPHABET))
+    answers = np.stack([x.ravel() for x in np.meshgrid(letters, letters, indexing="ij")], 1)
+    tokens = np.concatenate([np.repeat(task.prompts(rng, 1, 9), len(answers), 0), answers], 1)
+    rewards = rng.random(len(tokens)).astype(np.float32)
+
+    def expected_reward(policy: Policy) -> jax.Array:
+        return jnp.exp(chosen(answer_logps(policy, tokens), tokens).sum(1)) @ rewards
+
+    def gain(policy: Policy) -> jax.Array:
+        logps = answer_logps(policy, tokens)
+        drawn = jax.lax.stop_gradient(chosen(logps, tokens))  # on policy
+        weights = jnp.exp(drawn.sum(1)) * rewards * drawn.size  # the objective is a mean over tokens
+        return objective.terms(logps, chosen(logps, tokens), drawn, weights).gain
+
+    want, have = (jax.tree.leaves(nnx.jit(nnx.grad(f))(policy)) for f in (expected_reward, gain))
+    for x, y in zip(want, have, strict=True):
+        np.testing.assert_allclose(y, x, rtol=1e-3, atol=1e-5)  # float32 sums of 144 rows in other orders
+    assert max(float(jnp.abs(x).max()) for x in want) > 1e-3
+
+
 def test_tokens_come_from_the_synced_weights_only(rng: np.random.Generator) -> None:
     loop = loop_with_random_weights(rng)
     prompts, key = task.prompts(rng, ROWS, 9), jax.random.key(0)
@@ -236,9 +259,22 @@ def test_async_rollouts_draw_with_the_whole_version_they_report_although_sync_wr
             assert_same_bits(have, np.asarray(want))
 
 
-def test_too_few_devices_and_odd_batches_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(sf.PlanError, match="3 x 5 answers"):
-        grpo.Loop(Options(prompts=3, completions=5))
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"mode": "fast"}, "'fast', but one of"),
+        ({"largest": 10}, "largest is 10"),
+        ({"largest": 0}, "largest is 0"),
+        ({"steps": 0}, "fewer than 1"),
+        ({"prompts": 3, "completions": 5}, "3 x 5 answers"),
+    ],
+)
+def test_options_that_cannot_be_right_are_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(sf.PlanError, match=said):
+        Options(**wrong)
+
+
+def test_too_few_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     few = jax.devices()[:7]
     monkeypatch.setattr(jax, "devices", lambda: few)
     with pytest.raises(sf.PlanError, match="7 devices, but 8 are needed"):
@@ -273,7 +309,7 @@ def test_curves_name_every_run_with_its_last_reward() -> None:
     def steps(reward: float) -> list[grpo.Step]:
         return [
             grpo.Step(
-                number=k, trainer_version=k, rollout_version=k, reward=reward, drift=0.0, clipped=0.0, entropy=0.0,
+                number=k, rollout_version=k, reward=reward, drift=0.0, clipped=0.0, entropy=0.0,
                 sample="", sync_secs=0.0,
             ) for k in range(1, 30)
         ]  # fmt: skip

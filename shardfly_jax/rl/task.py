@@ -11,7 +11,6 @@ ALPHABET = "0123456789+="
 """A token is a place in it."""
 PROMPT, ANSWER = 4, 2
 """Tokens of a prompt and of an answer."""
-MAX_NUMBER = 9
 
 
 def prompts(rng: np.random.Generator, count: int, largest: int) -> np.ndarray:
