@@ -275,7 +275,9 @@ def _(asm: Asm, match: re.Match[str], operands: list[str]) -> None:
 
 @instruction(r"shr\.[bu]32")
 def _(asm: Asm, match: re.Match[str], operands: list[str]) -> None:
-    asm.write(operands[0], f"shru({', '.join(map(asm.read, operands[1:]))}, 32)")
+    a, b = map(asm.read, operands[1:])
+    shifted = f"shru(resize({a}, 64), least({b}, 32), 64)"  # PTX ISA, shr: amounts are clamped to 32
+    asm.write(operands[0], f"resize({shifted}, 32)")
 
 
 @instruction(r"selp\.[bsu](32|64)")

@@ -1,4 +1,7 @@
-"""Inline PTX to Python: statements, registers, predicates, branches back; what instructions mean is `instructions`.
+"""Inline PTX to Python: statements, registers, predicates, branches; what instructions mean is `instructions`.
+
+A branch is conditional. It goes back to a label and makes a loop, or ahead to one and makes a part that lanes skip;
+loops and skipped parts nest.
 
 Emitted code refers to `w` (the `warp.Warp`), to the functions of `lanes`, and to `s`, the number of the program's first
 site.
@@ -11,6 +14,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 WIDTHS = {"pred": 1}
+LOOP, SKIP = "loop", "skip"
+UNDEFINED = 0xA5A5A5A5A5A5A5A5
+"""What registers hold before they are written: anything, but not a zero that code might count on."""
 CONSTRAINTS = {"h": 16, "r": 32, "f": 32, "l": 64}
 
 
@@ -68,7 +74,7 @@ class Asm:
         n_outputs = sum(kind.startswith("=") for kind in kinds)
         if any(kind.lstrip("=&") not in CONSTRAINTS for kind in kinds):
             raise UnknownInstruction(f"constraints {constraints!r} of {text!r}")
-        self.ahead: dict[str, str] = {}  # mask to go on with at a label to come
+        self.open: list[tuple[str, str, str]] = []  # loops and skipped parts: LOOP or SKIP, label, mask around it
         self.registers: dict[str, tuple[str, int]] = {}  # name and width of the Python variable
         for k, kind in enumerate(kinds[:n_outputs]):
             self._declare(f"${k}", CONSTRAINTS[kind.lstrip("=&")])
@@ -78,7 +84,7 @@ class Asm:
 
     def _declare(self, name: str, width: int) -> None:
         variable = self.out.new("r")
-        self.out.line(f"{variable} = {False if width == 1 else 0}")
+        self.out.line(f"{variable} = {False if width == 1 else UNDEFINED >> (64 - width)}")
         self.registers[name] = (variable, width)
 
     def run(self) -> list[str]:
@@ -88,20 +94,44 @@ class Asm:
             body = body[1:-1]
         statements = [part for part in split(body, ";") if part]
         for statement in statements:
-            label = re.match(r"([A-Za-z_$][\w$]*)\s*:(?!:)\s*", statement)
-            if label and label[1] in self.ahead:  # where lanes that branched forward meet the others
-                self.out.indent(-1)
-                self.out.mask = self.ahead.pop(label[1])
-                statement = statement[label.end() :]
-            elif label:  # a loop, up to the branch back here
-                self.loop = label[1]
-                self.out.mask = self._mask_variable(self.out.mask)
-                self.out.line("while True:")
-                self.out.indent(1)
+            while label := re.match(r"([A-Za-z_$][\w$]*)\s*:(?!:)\s*", statement):
+                self._label(label[1])
                 statement = statement[label.end() :]
             if statement:
                 self._statement(statement)
+        if self.open:
+            raise UnknownInstruction(f"labels and branches that do not nest in {self.text!r}")
         return self.outputs
+
+    def _label(self, label: str) -> None:
+        if not self._is_open(SKIP, label):
+            self._open(LOOP, label, self.out.mask)
+        while self._is_open(SKIP, label):  # where lanes that branched ahead meet the others
+            self._close()
+
+    def _branch(self, label: str, condition: str | None) -> None:
+        if condition is None:
+            raise UnknownInstruction(f"a branch without a condition in {self.text!r}")
+        if self._is_open(LOOP, label):
+            self.out.line(f"{self.out.mask} = both({self.out.mask}, {condition})")
+            self.out.line(f"if {self.out.mask} is None: break")
+            self._close()
+        else:
+            self._open(SKIP, label, f"both({self.out.mask}, negate({condition}))")
+
+    def _is_open(self, kind: str, label: str) -> bool:
+        return bool(self.open) and self.open[-1][:2] == (kind, label)
+
+    def _open(self, kind: str, label: str, mask: str) -> None:
+        self.open.append((kind, label, self.out.mask))
+        self.out.mask = self._mask_variable(mask)
+        self.out.line("while True:" if kind == LOOP else f"if {self.out.mask} is not None:")
+        self.out.indent(1)
+        self.out.line("pass")
+
+    def _close(self) -> None:
+        _, _, self.out.mask = self.open.pop()
+        self.out.indent(-1)
 
     def _mask_variable(self, value: str) -> str:
         name = self.out.new("m")
@@ -123,19 +153,8 @@ class Asm:
             condition = f"negate({self.read(guard[2])})" if guard[1] else self.read(guard[2])
         opcode, _, rest = statement.partition(" ")
         operands = split(rest, ",") if rest.strip() else []
-        if opcode == "bra" and len(operands) == 1 and operands[0] != getattr(self, "loop", None) and condition:
-            self.ahead[operands[0]] = self.out.mask
-            self.out.mask = self._mask_variable(f"both({self.out.mask}, negate({condition}))")
-            self.out.line(f"if {self.out.mask} is not None:")
-            self.out.indent(1)
-            return
         if opcode == "bra":
-            if condition is None or operands != [getattr(self, "loop", None)]:
-                raise UnknownInstruction(f"only conditional branches back are known, not {statement!r}")
-            self.out.line(f"{self.out.mask} = both({self.out.mask}, {condition})")
-            self.out.line(f"if {self.out.mask} is None: break")
-            self.out.indent(-1)
-            self.out.mask = self.whole
+            self._branch(rest, condition)
             return
         outer = self.out.mask
         if condition is not None:
