@@ -1,12 +1,13 @@
 """shardfly_jax streams the weights of a JAX trainer into the sharded buffers of its rollout engines."""
 
-from shardfly_jax import engines as engines
+from shardfly_jax import engines as engines, formats as formats
 from shardfly_jax.layout import local as local
 from shardfly_jax.planning import Plan as Plan, load_plan as load_plan, make_plan as make_plan, replicas as replicas
 from shardfly_jax.registry import register as register, why_not_persistent as why_not_persistent
 from shardfly_jax.sharding.errors import (
     DigestMismatch as DigestMismatch,
     LanguageError as LanguageError,
+    NotFinite as NotFinite,
     NotRegistered as NotRegistered,
     ParamsMismatch as ParamsMismatch,
     PlanError as PlanError,

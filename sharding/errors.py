@@ -64,5 +64,9 @@ class TransferError(ShardflyError, RuntimeError):
     """A kernel did not finish an update; the replicas are poisoned."""
 
 
+class NotFinite(ShardflyError, ValueError):
+    """A tensor to be quantized holds NaN or infinity; the replicas are poisoned if an update had begun."""
+
+
 class VerificationError(ShardflyError, AssertionError):
     """Target bytes differ from what the mapping says they should be."""
