@@ -24,6 +24,7 @@ from shardfly_jax.sharding.language import (
     alias as alias,
     concat as concat,
     fuse as fuse,
+    scale_of as scale_of,
     src as src,
     stack as stack,
 )

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardfly_jax.contiguity import RUN_CLASSES, runs
+from shardfly_jax.sharding.language import quantized
 from shardfly_jax.sharding.mapping import matches
 from shardfly_jax.sharding.plan import Plan
 from shardfly_jax.sharding.problem import Family
@@ -107,9 +108,11 @@ def _head(plan: Plan) -> str:
 
 
 def _summary(plan: Plan, traffic: np.ndarray, predicted: Simulation) -> Table:
-    written, local = plan.target_nbytes, int(np.trace(traffic))
-    filled = written - int(traffic.sum())
+    local = int(np.trace(traffic[plan.source_ranks :, plan.source_ranks :]))
+    fills = (plan.moves.source_rank < 0) & ~np.isin(plan.moves.target_family, plan.staging_families)
+    filled = int(plan.row_nbytes[fills].sum())
     egress, broadcast = plan.egress_nbytes, plan.broadcast_nbytes
+    forwarded = plan.nbytes - egress - plan.exchange_nbytes
     targets = [plan.families[k] for k in plan.target_families]
     sources = [plan.families[k] for k in plan.source_families]
     topology = predicted.topology
@@ -134,7 +137,7 @@ def _summary(plan: Plan, traffic: np.ndarray, predicted: Simulation) -> Table:
     )
     out.add_row(
         "payload",
-        f"{bytes_text(plan.nbytes)}: {bytes_text(egress)} from trainers, {bytes_text(plan.nbytes - egress)} forwarded"
+        f"{bytes_text(plan.nbytes)}: {bytes_text(egress)} from trainers, {bytes_text(forwarded)} forwarded"
         + (f"; besides, {bytes_text(local)} are copied within a rank" if local else "")
         + (f"; {bytes_text(filled)} are fills" if filled else ""),
     )
@@ -143,7 +146,15 @@ def _summary(plan: Plan, traffic: np.ndarray, predicted: Simulation) -> Table:
         "trainer egress",
         f"{bytes_text(egress)}; one broadcast of everything to every replica costs {bytes_text(broadcast)}{times}",
     )
-    out.add_row("staging", f"{bytes_text(plan.staging_nbytes)} beside sources and targets")
+    out.add_row(
+        "staging",
+        f"{bytes_text(plan.staging_nbytes)} beside sources and targets"
+        + (f"; {bytes_text(plan.exchange_nbytes)} of block maxima go between trainers" if plan.staging_nbytes else ""),
+    )
+    of_ranks = [f.pattern for f in targets if (q := quantized(f.expr)) and q.format.scope == "rank"]  # type: ignore[arg-type]
+    if of_ranks:
+        names = some(list(dict.fromkeys(of_ranks)), 4)
+        out.add_row("rank scales", f"{names}: a scale over what a rank holds; it changes with the number of ranks")
     _add_leftovers(out, plan)
     nic = f", NIC {bytes_text(topology.nic_rate)}/s" if topology.nic_rate else ""
     out.add_row("topology", f"{topology.name}: NVLink {bytes_text(topology.nvlink_rate)}/s{nic} per GPU and direction")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from shardfly_jax.sharding.errors import LanguageError
+from shardfly_jax.sharding.errors import LanguageError, NotFinite
 
 if TYPE_CHECKING:
     from shardfly_jax.sharding.quantization import Format
@@ -198,6 +198,21 @@ class Amax:
         return flush(np.abs(x.astype(np.float32))).view(np.uint32).max(axis=within, keepdims=True)
 
 
+NOT_FINITE = 0x7F800000
+"""Bits of infinity: those of finite absolute values are smaller, those of NaN larger."""
+
+
+def check_finite(amax: np.ndarray, what: str = "the tensor") -> None:
+    """Raises:
+    NotFinite: Some block's `amax` bits are those of NaN or infinity.
+    """
+    if (bad := int((amax >= NOT_FINITE).sum())) > 0:
+        raise NotFinite(
+            f"quantize: the values of {what} hold NaN or infinity in {bad} of {amax.size} blocks, but a scale needs "
+            "finite values. Look at the trainer's weights."
+        )
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ToScale:
     """From the bits of `amax` to the stored scale of a format."""
@@ -208,6 +223,7 @@ class ToScale:
         return self.format.scale_dtype
 
     def apply(self, x: np.ndarray) -> np.ndarray:
+        check_finite(x)
         return self.format.scales(x.view(np.float32))
 
 
@@ -222,6 +238,7 @@ class Encode:
 
     def apply(self, x: np.ndarray, amax: np.ndarray) -> np.ndarray:
         """Codes of values, [...]; `amax` holds the bits for each element, or broadcasts against them."""
+        check_finite(amax)
         return self.format.encode(x, amax.view(np.float32))
 
 
@@ -260,6 +277,14 @@ class Conversion:
         last = self.steps[-1] if self.steps else None
         return last.format if isinstance(last, Encode) else None
 
+    def values(self, x: np.ndarray) -> np.ndarray:
+        """What is quantized: the steps before `Amax` or `Encode`."""
+        for step in self.steps:
+            if isinstance(step, Amax | Encode):
+                break
+            x = step.apply(x)
+        return x
+
     def apply(self, x: np.ndarray, within: tuple[int, ...] = (), amax: np.ndarray | None = None) -> np.ndarray:
         """Converts an array.
 
@@ -267,6 +292,9 @@ class Conversion:
           x: Of dtype `source` and any shape; only the shape counts for a fill.
           within: Axes inside a block.
           amax: Bits for each element, where the maxima of its blocks are known; else they are those of `x`.
+
+        Raises:
+          NotFinite: A block to be quantized holds NaN or infinity.
         """
         for step in self.steps:
             match step:

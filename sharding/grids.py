@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardfly_jax.sharding.errors import LanguageError, NotFinite
-from shardfly_jax.sharding.formats import Amax
-from shardfly_jax.sharding.quantization import NOT_FINITE, Format
+from shardfly_jax.sharding.errors import LanguageError
+from shardfly_jax.sharding.formats import Amax, check_finite
+from shardfly_jax.sharding.quantization import Format
 
 Segments = tuple[tuple[int, int, int], ...]
 """(lo, hi, block index) in rising order; empty where the format's block size decides."""
@@ -86,17 +86,6 @@ def block_indices(format: Format, shape: Sequence[int], segments: Sequence[Segme
         else:
             indices[axis] = np.arange(shape[axis]) // block
     return indices
-
-
-def check_finite(amax: np.ndarray, what: str) -> None:
-    """Raises:
-    NotFinite: Some block's `amax` bits are those of NaN or infinity.
-    """
-    if (amax >= NOT_FINITE).any():
-        raise NotFinite(
-            f"quantize: the values of {what} hold NaN or infinity in {int((amax >= NOT_FINITE).sum())} of {amax.size} "
-            "blocks, but a scale needs finite values. Look at the trainer's weights."
-        )
 
 
 def quantize(

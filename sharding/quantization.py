@@ -23,13 +23,12 @@ from shardfly_jax.sharding.errors import LanguageError
 from shardfly_jax.sharding.formats import flush, np_dtype
 
 Formula = Literal["reciprocal", "divide", "factor"]
+Rounding = Literal["ceil", "floor"]
 ScaleKind = Literal["float32", "power_of_two", "e8m0"]
 Scope = Literal["block", "row", "part", "rank", "tensor"]
 
 BIAS = 127
 """Of the exponent of float32, and of E8M0."""
-NOT_FINITE = 0x7F800000
-"""Bits of infinity: those of finite absolute values are smaller, those of NaN larger."""
 E8M0_LARGEST = 2 * BIAS - 1
 """The largest byte that is used, so that the reciprocal of a scale is never subnormal."""
 
@@ -47,13 +46,19 @@ class Format:
       floor: The least `amax` that counts; 0 for none.
       formula: `reciprocal`: `x * (1 / scale)`; `divide`: `x / scale`; `factor`: `x * (divisor / amax)`, and the scale
         is the reciprocal of that factor. Every operation is rounded to float32 by itself.
-      scale: `float32`; `power_of_two`: rounded up to a power of two, kept as float32; `e8m0`: the same as a byte, its
-        exponent plus 127.
+      scale: `float32`; `power_of_two`: a power of two, kept as float32; `e8m0`: the same as a byte, its exponent plus
+        127.
+      rounding, shift: How a scale becomes a power of two: `ceil`, up from `max(amax, floor) / divisor`; `floor`, the
+        exponent of amax less `shift`.
+      zero_exponent: Plus 127, of a block whose scale is zero before it is rounded up.
     """
 
     codes: ClassVar[str] = "float8_e4m3fn"
     largest: ClassVar[float] = 448.0
     divisor: ClassVar[float] = 448.0
+    rounding: ClassVar[Rounding] = "ceil"
+    shift: ClassVar[int] = 0
+    zero_exponent: ClassVar[int] = BIAS
     floor: float = 0.0
     formula: Formula = "reciprocal"
     scale: ScaleKind = "float32"
@@ -102,10 +107,13 @@ class Format:
         return self._steps(amax)
 
     def exponents(self, amax: np.ndarray) -> np.ndarray:
-        """The exponents of power-of-two scales plus 127, int32: that of `max(amax, floor) / divisor`, rounded up."""
+        """The exponents of power-of-two scales plus 127, int32."""
+        if self.rounding == "floor":
+            bits = np.maximum(np.asarray(amax, np.float32), np.finfo(np.float32).tiny).view(np.uint32)
+            return np.clip((bits >> 23).astype(np.int32) - self.shift, 0, E8M0_LARGEST)
         bits = self._quotient(amax).view(np.uint32)
         exponent = (bits >> 23).astype(np.int32) + ((bits & 0x7FFFFF) != 0)
-        return np.where(bits == 0, BIAS, np.clip(exponent, 1, E8M0_LARGEST)).astype(np.int32)
+        return np.where(bits == 0, self.zero_exponent, np.minimum(exponent, E8M0_LARGEST)).astype(np.int32)
 
     def _quotient(self, amax: np.ndarray) -> np.ndarray:
         floored = np.maximum(np.asarray(amax, np.float32), np.float32(self.floor))
@@ -117,12 +125,12 @@ class Format:
         if self.scale != "float32":
             return (self.exponents(amax).astype(np.uint32) << 23).view(np.float32)
         if self.formula == "factor":
-            return flush(one / self._factors(amax))
+            return flush(one / self.factors(amax))
         quotient = self._quotient(amax)
         return np.where(quotient == 0, one, quotient)
 
-    def _factors(self, amax: np.ndarray) -> np.ndarray:
-        """What values are multiplied with."""
+    def factors(self, amax: np.ndarray) -> np.ndarray:
+        """What values are multiplied with, float32; not used by the formula `divide` of float32 scales."""
         one = np.float32(1)
         if self.scale != "float32":  # exact, also where the scale is subnormal
             return ((2 * BIAS - self.exponents(amax)).astype(np.uint32) << 23).view(np.float32)
@@ -144,7 +152,7 @@ class Format:
         if self.formula == "divide" and self.scale == "float32":
             values = values / self._steps(amax)
         else:
-            values = values * self._factors(amax)
+            values = values * self.factors(amax)
         values = np.clip(values, np.float32(-self.largest), np.float32(self.largest))
         target = np_dtype(self.codes)
         return (np.rint(values) if target.kind == "i" else values).astype(target)
@@ -248,11 +256,12 @@ class MxFp8(Format):
       rounding: `floor`: the scale is `2^(floor(log2(amax)) - shift)`; `ceil`: `amax / 448`, up to a power of two.
       shift: 8 as OCP's "Microscaling Formats (MX) 1.0", 6.3, has it for e4m3; 0 puts the largest value into [1, 2).
 
-    A block of zeros counts as if its largest value were the smallest normal float32.
+    A block of zeros has the byte of the smallest normal float32: 0, or 1 with `floor` and no shift.
     """
 
-    rounding: Literal["floor", "ceil"] = "floor"
-    shift: int = 8
+    zero_exponent: ClassVar[int] = 0
+    rounding: Rounding = "floor"  # type: ignore[misc]
+    shift: int = 8  # type: ignore[misc]
     scale: ScaleKind = "e8m0"
 
     def __post_init__(self) -> None:
@@ -266,13 +275,6 @@ class MxFp8(Format):
     @property
     def block(self) -> tuple[int | None, int | None]:
         return 1, 32
-
-    def exponents(self, amax: np.ndarray) -> np.ndarray:
-        # In integers: 448 is 1.75 * 2^8, so the quotient by it has the exponent 8 or 9 less.
-        bits = np.maximum(np.asarray(amax, np.float32), np.finfo(np.float32).tiny).view(np.uint32)
-        exponent = (bits >> 23).astype(np.int32)
-        exponent -= self.shift if self.rounding == "floor" else 8 - ((bits & 0x7FFFFF) > 0x600000)
-        return np.clip(exponent, 0, E8M0_LARGEST).astype(np.int32)
 
 
 def format_class(name: str) -> type[Format]:

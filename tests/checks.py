@@ -78,7 +78,7 @@ def replayed(plan: Plan, arrays: Mapping[str, np.ndarray]) -> dict[tuple[str, in
     buffers: dict[tuple[int, int, int], np.ndarray] = {}
     writes: dict[tuple[int, int, int], np.ndarray] = {}
     for index, family in enumerate(plan.families):
-        for tensor, name in enumerate(family.names):
+        for tensor, name in enumerate(family.names if index not in plan.staging_families else ()):
             for rank in family.layout.ranks:
                 key, layout = (index, tensor, rank), family.layout
                 if family.expr is None:

@@ -36,16 +36,15 @@ def scale_by_hand(f: Format, amax: float) -> tuple[float, float]:
     a = max(0.0 if amax < TINY else amax, float(np.float32(f.floor)))
     if isinstance(f, formats.MxFp8):
         a = max(a, TINY)
+        if f.rounding == "ceil":
+            a = rounded(a / 448)
+            if a == 0:
+                return 0, 2.0**127
         # exactly: powers of two and comparisons of float64 numbers that hold float32 ones
-        e = int(np.floor(np.log2(a)))
-        e = e + 1 if 2.0 ** (e + 1) <= a else e - 1 if 2.0**e > a else e
-        if f.rounding == "floor":
-            e -= f.shift
-        else:
-            while 448.0 * 2.0 ** (e - 1) >= a:
-                e -= 1
-            while 448.0 * 2.0**e < a:
-                e += 1
+        e = -200
+        while 2.0 ** (e + 1) <= a:
+            e += 1
+        e = e + (2.0**e < a) if f.rounding == "ceil" else e - f.shift
         e = min(max(e, -127), 126)
         return e + 127, 2.0**-e
     if f.formula == "factor":
