@@ -68,7 +68,7 @@ def _demo(chosen: argparse.Namespace) -> int:
     choose_devices()
     from shardfly_jax import demo
 
-    return demo.run(chosen.model, chosen.updates)
+    return demo.run(chosen.model, chosen.updates, chosen.format)
 
 
 def choose_devices() -> None:
@@ -91,6 +91,7 @@ def _parser() -> _Parser:
     demo = add("demo", help="real updates on 8 CPU devices, every byte checked")
     demo.add_argument("--model", default="Qwen3-0.6B", help="a name that `models` lists (default: %(default)s)")
     demo.add_argument("--updates", type=_count, default=3, help="how many (default: %(default)s)")
+    demo.add_argument("--format", choices=commands.QUANTIZATIONS, help="quantize on the way (default: bfloat16)")
     explain = add(
         "explain",
         help="a plan's report: who sends what to whom, and how long it would take",

@@ -16,7 +16,7 @@ from typing import Any
 from jax.sharding import AbstractMesh
 
 from shardfly_jax import engines
-from shardfly_jax.engines import tunix, vllm
+from shardfly_jax.engines import fp8, tunix, vllm
 from shardfly_jax.engines.models import Model
 from shardfly_jax.engines.side import Side
 from shardfly_jax.planning import Plan, make_plan
@@ -31,6 +31,7 @@ MAX_RANKS = 4096
 GPUS_PER_HOST = 8
 SHOWN_FAULTS = 8
 ROLLOUT_DTYPE = "bfloat16"
+QUANTIZATIONS = tuple(fp8.FORMATS)
 TRAINER_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -66,7 +67,8 @@ def _vllm(model: Model, options: Mapping[str, int], dtype: str) -> Side:
     if options["ep"] and model.experts is None:
         raise UsageError(f"--rollout: option ep is 1, but {model.name} has no experts. Leave it out.")
     mesh = AbstractMesh((options["replicas"], options["tp"]), ("replica", "tp"))
-    return vllm.rollout(model, mesh, dtype=dtype, expert_parallel=bool(options["ep"]))
+    quantization = QUANTIZATIONS[0] if options["fp8"] else None
+    return vllm.rollout(model, mesh, dtype=dtype, expert_parallel=bool(options["ep"]), quantization=quantization)
 
 
 TRAINERS: dict[str, Engine] = {
@@ -74,8 +76,8 @@ TRAINERS: dict[str, Engine] = {
 }
 ROLLOUTS: dict[str, Engine] = {
     "vllm": Engine(
-        options={"tp": 1, "replicas": 1, "ep": 0}, ranks=("tp", "replicas"), switches=("ep",), families=vllm.FAMILIES,
-        build=_vllm,
+        options={"tp": 1, "replicas": 1, "ep": 0, "fp8": 0}, ranks=("tp", "replicas"), switches=("ep", "fp8"),
+        families=vllm.FAMILIES, build=_vllm,
     ),
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from shardfly_jax.sharding.formats import Cast, Divide, MulAdd, number
-from shardfly_jax.sharding.grids import quantize
+from shardfly_jax.sharding.grids import block_maxima, quantize
 from shardfly_jax.sharding.language import (
     Astype,
     Concat,
@@ -93,7 +93,8 @@ def evaluate(expr: Expr, source: Callable[[str, int], np.ndarray], i: int, cuts:
             return Divide(divisor).apply(x)
         case Astype(_, dtype):
             return Cast(dtype).apply(x)
-        case Quantize(_, format, segments) | Scales(_, format, segments):
-            codes, scales = quantize(format, x, segments, ", ".join(map(repr, sources(expr))))
-            return codes if isinstance(expr, Quantize) else scales
+        case Quantize(_, format, segments):
+            return quantize(format, x, segments, ", ".join(map(repr, sources(expr))))[0]
+        case Scales(_, format, segments):
+            return format.scales(block_maxima(format, x, segments, ", ".join(map(repr, sources(expr)))))
     raise TypeError(f"{type(expr).__name__} is not an operation of the language")

@@ -247,7 +247,8 @@ Step = Cast | MulAdd | Divide | Fill | Amax | ToScale | Encode
 
 def flush(x: np.ndarray) -> np.ndarray:
     """float32 values with subnormals as zeros of their sign."""
-    return np.where(np.abs(x) < _TINY, np.copysign(np.float32(0), x), x)
+    subnormal = (np.abs(x) < _TINY) & (x != 0)
+    return np.where(subnormal, np.copysign(np.float32(0), x), x) if subnormal.any() else x
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

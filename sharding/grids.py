@@ -106,15 +106,25 @@ def quantize(
       LanguageError: `x` has fewer than two axes.
       NotFinite: `x` holds NaN or infinity.
     """
+    amax = block_maxima(format, x, segments, what)
+    scales = format.scales(amax)
+    for axis, index in enumerate(block_indices(format, x.shape, segments)):
+        amax = amax.take(index, axis)
+    return format.encode(x, amax), scales
+
+
+def block_maxima(format: Format, x: np.ndarray, segments: Sequence[Segments], what: str) -> np.ndarray:
+    """The largest absolute value of each block of a whole array, float32.
+
+    Raises:
+      LanguageError, NotFinite: As `quantize`.
+    """
     grid_shape(format, x.shape, segments)
     amax = Amax().apply(x, ())
-    indices = block_indices(format, x.shape, segments)
-    for axis, index in enumerate(indices):
+    for axis, index in enumerate(block_indices(format, x.shape, segments)):
         order = np.argsort(index, kind="stable")
         starts = np.searchsorted(index[order], np.arange(index.max() + 1))
-        amax = np.maximum.reduceat(amax.take(order, axis), starts, axis)
+        in_order = amax if (order[1:] > order[:-1]).all() else amax.take(order, axis)
+        amax = np.maximum.reduceat(in_order, starts, axis)
     check_finite(amax, what)
-    scales = format.scales(amax.view(np.float32))
-    for axis, index in enumerate(indices):
-        amax = amax.take(index, axis)
-    return format.encode(x, amax.view(np.float32)), scales
+    return amax.view(np.float32)

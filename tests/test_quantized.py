@@ -10,7 +10,19 @@ from collections.abc import Mapping
 import ml_dtypes
 import numpy as np
 import pytest
-from checks import assert_holds, assert_same_bits, cut, fresh, like, mesh, put, replayed, updated
+from checks import (
+    assert_holds,
+    assert_same_bits,
+    blocks_by_hand,
+    by_hand,
+    cut,
+    fresh,
+    like,
+    mesh,
+    put,
+    replayed,
+    updated,
+)
 
 import shardfly_jax as sf
 from shardfly_jax import formats
@@ -21,22 +33,6 @@ from shardfly_jax.sharding.problem import Problem, TargetTree
 
 E4M3 = ml_dtypes.float8_e4m3fn
 SMALL = formats.Fp8Block(rows=4, columns=8)
-
-
-def by_hand(x: np.ndarray, floor: float = 1e-4) -> tuple[np.ndarray, np.float32]:
-    """Codes and scale of one block, by vLLM's formula."""
-    wide = x.astype(np.float32)
-    scale = np.float32(max(np.abs(wide).max(), np.float32(floor)) / np.float32(448))
-    return np.clip(wide * (np.float32(1) / scale), -448, 448).astype(E4M3), scale
-
-
-def blocks_by_hand(x: np.ndarray, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
-    n, k = x.shape
-    codes, scales = np.empty(x.shape, E4M3), np.empty((-(-n // rows), -(-k // columns)), np.float32)
-    for a, b in np.ndindex(scales.shape):
-        at = slice(a * rows, (a + 1) * rows), slice(b * columns, (b + 1) * columns)
-        codes[at], scales[a, b] = by_hand(x[at])
-    return codes, scales
 
 
 def planned(

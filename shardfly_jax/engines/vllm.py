@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from shardfly_jax.engines import fp8
 from shardfly_jax.engines.models import Model, require_family
 from shardfly_jax.engines.side import LAYER, Side, nested, tensor
 from shardfly_jax.sharding.errors import PlanError
@@ -21,6 +22,11 @@ from shardfly_jax.sharding.language import Expr, alias, fuse, src
 from shardfly_jax.sharding.mapping import Mapping
 
 FAMILIES = ("qwen3", "qwen3_moe")
+QUANTIZED = (
+    ".self_attn.qkv_proj.weight", ".self_attn.o_proj.weight", ".mlp.gate_up_proj.weight", ".mlp.down_proj.weight",
+    ".mlp.experts.w13_weight", ".mlp.experts.w2_weight",
+)  # fmt: skip
+"""Endings of the weights that fp8 quantizes; `quantization/fp8.py` names their scales with `_scale_inv`."""
 VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this (`DEFAULT_VOCAB_PADDING_SIZE`)."""
 
@@ -31,6 +37,7 @@ def rollout(
     *,
     dtype: Any = "bfloat16",
     expert_parallel: bool = False,
+    quantization: str | None = None,
 ) -> Side:
     """The rollout side of a model.
 
@@ -39,16 +46,33 @@ def rollout(
       mesh: With an axis `tp`; every other axis makes replicas.
       dtype: Of all parameters.
       expert_parallel: Whole experts per rank (`enable_expert_parallel`) instead of a cut of each.
+      quantization: `fp8_block` or `fp8_block_ue8m0`: linears and experts as e4m3 codes with scales per 128 x 128 block,
+        from the trainer's own dtype. Embeddings, `lm_head`, norms and the router stay as they are.
 
     Raises:
-      PlanError: A family without a mapping, or sizes that `tp` does not divide; all are listed.
+      PlanError: A family without a mapping, or sizes that `tp` or blocks do not divide; all are listed.
     """
     require_family(model, FAMILIES, "vllm")
     tp = dict(mesh.shape).get("tp")
     if tp is None:
         raise PlanError(f"engine: the mesh of vllm has the axes {list(mesh.shape)}, but an axis 'tp' is needed.")
     _check(model, tp, expert_parallel)
-    return Side(params=nested(_tensors(model, mesh, tp, dtype, expert_parallel)), mapping=_mapping(model, tp))
+    tensors, mapping = _tensors(model, mesh, tp, dtype, expert_parallel), _mapping(model, tp)
+    if quantization is not None:
+        format = fp8.format_of(quantization)
+        sizes = {t: _block_sizes(model, t, expert_parallel) for t in (1, 2, 4, 8, 16, 32, tp) if model.heads % t == 0}
+        if faults := fp8.faults(model.name, format, sizes, tp):
+            raise PlanError(faults)
+        tensors, mapping = fp8.quantized(tensors, mapping, format, QUANTIZED, "_scale_inv")
+    return Side(params=nested(tensors), mapping=mapping)
+
+
+def _block_sizes(m: Model, tp: int, expert_parallel: bool) -> dict[str, int]:
+    """What fp8 blocks must divide: parts of fused rows, and columns that are cut (`validate_fp8_block_shape`)."""
+    sizes = {"query rows": m.heads * m.head_dim // tp, "key rows": max(m.kv_heads, tp) * m.head_dim // tp}
+    if m.experts is None:
+        return sizes | {"MLP width": m.width // tp}
+    return sizes | {"expert width": m.experts.width // (1 if expert_parallel else tp)}
 
 
 def _check(m: Model, tp: int, expert_parallel: bool) -> None:
