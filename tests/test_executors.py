@@ -8,6 +8,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from checks import cut
 from hypothesis import HealthCheck, given, settings
 from jax.sharding import AbstractMesh, Mesh
 from random_problems import Case, cases, expected_buffers, source_buffers
@@ -32,6 +33,7 @@ from shardfly_jax.sharding.formats import (
     conversion,
     np_dtype,
 )
+from shardfly_jax.sharding.problem import TargetTree
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
@@ -60,6 +62,42 @@ def run_on_poisoned_buffers(
 @given(cases(max_depth=3))
 def test_host_executor_writes_what_the_mapping_means(case: Case) -> None:
     run_on_poisoned_buffers(case, HostExecutor, jax.local_devices())
+
+
+@pytest.mark.parametrize("size", [1, 7])
+def test_host_executor_quantizes_in_parts_of_any_size(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hostquantize, "PART_SIZE", size)
+
+    @settings(max_examples=40, deadline=None, suppress_health_check=SLOW)
+    @given(quantized_cases())
+    def run(case: Case) -> None:
+        run_on_poisoned_buffers(case, HostExecutor, jax.local_devices())
+
+    run()
+
+
+@pytest.mark.parametrize("kind", [HostExecutor, XlaExecutor])
+@pytest.mark.parametrize("format", [formats.Fp8Block(rows=4, columns=8), formats.Fp8Channel()])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_executors_refuse_values_that_are_not_finite(
+    kind: type[HostExecutor | XlaExecutor], format: formats.Format, bad: float, rng: np.random.Generator
+) -> None:
+    """In blocks inside one shard and in rows that two shards share."""
+    names = [f"h.{i}.w" for i in range(3)]
+    arrays = {name: rng.standard_normal((8, 32), np.float32) for name in names}
+    arrays["h.1.w"][5, 20] = bad
+    tree = TargetTree(
+        name="r", tensors={name: cut((8, 32), format.codes) for name in names}, ranks=1,
+        mapping=sf.Mapping({"h.{i}.w": sf.src("h.{i}.w").quantize(format)}),
+    )  # fmt: skip
+    case = Case(arrays, {name: cut((8, 32), "float32", 1, 2) for name in names}, 2, [tree])
+    plan = case.plan()
+    assert bool(plan.staging_nbytes) == (format.scope == "row")
+    device = jax.local_devices()[0]
+    sources = {key: jax.device_put(x, device) for key, x in source_buffers(case, plan).items()}
+    shards = {(0, i, 2): Shard.of(jax.numpy.zeros(256, np_dtype(format.codes))) for i in range(3)}
+    with pytest.raises(sf.NotFinite, match=r"target 'h\.1\.w'.*NaN or infinity"):
+        kind(plan, shards).run(lambda *key: sources[key])
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=SLOW)
@@ -212,6 +250,16 @@ def test_quantization_agrees_bit_for_bit_on_a_million_values(
         )(on_device)
         assert np.asarray(done).tobytes() == bits.tobytes()
         assert int(worst) == int(Amax().apply(x, (0, 1))[0, 0])
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=[f"{type(f).__name__}-{k}" for k, f in enumerate(FORMATS)])
+def test_host_codes_of_ordinary_weights_are_the_formats_own(format: formats.Format, rng: np.random.Generator) -> None:
+    """The fast path, which blocks of tiny values do not take."""
+    x = rng.standard_normal((4096, 256), np.float32) * np.float32(0.02)
+    rule = conversion("float32", (Encode(format),), format.codes)
+    have, want = np.empty(x.shape, np_dtype(format.codes)), rule.apply(x, (1,))
+    hostquantize.encode(have, x, rule, (1,), None)
+    assert have.tobytes() == want.tobytes()
 
 
 def assert_same_values(have: np.ndarray, want: np.ndarray) -> None:
