@@ -32,7 +32,7 @@ def amax(source: np.ndarray, conversion: Conversion, within: tuple[int, ...]) ->
     if source.ndim == 0:
         return amax(source.reshape(1), conversion, ()).reshape(())
     out = np.zeros([1 if axis in within else n for axis, n in enumerate(source.shape)], np.uint32)
-    for part in _parts(source.shape, range(source.ndim)):
+    for part in _parts(source, range(source.ndim)):
         at = tuple(slice(None) if axis in within else cut for axis, cut in enumerate(part))
         order = _order(source[part])
         values = conversion.values(np.asarray(source[part].transpose(order), order="C"))
@@ -73,7 +73,7 @@ def encode(
     outer = [axis for axis in range(source.ndim) if axis not in within]
     if bits is None and source.size > PART_SIZE and not outer:  # one large block
         bits = np.broadcast_to(amax(source, conversion, within), source.shape)
-    for part in _parts(source.shape, outer if bits is None else range(source.ndim)):
+    for part in _parts(source, outer if bits is None else range(source.ndim)):
         order = _order(source[part])
         values = conversion.values(np.asarray(source[part].transpose(order), order="C"))
         if bits is None:
@@ -125,19 +125,19 @@ def _order(x: np.ndarray) -> list[int]:
     return sorted(range(x.ndim), key=lambda axis: -abs(x.strides[axis]))
 
 
-def _parts(shape: tuple[int, ...], axes: range | list[int]) -> Iterator[tuple[slice, ...]]:
-    """Cuts a shape along some axes into parts of at most about `PART_SIZE` elements."""
+def _parts(source: np.ndarray, axes: range | list[int]) -> Iterator[tuple[slice, ...]]:
+    """Cuts a view along some axes into parts of about `PART_SIZE` elements, each as dense in memory as can be."""
+    order = [axis for axis in _order(source) if axis in axes]
 
     def cut(part: tuple[slice, ...], size: int) -> Iterator[tuple[slice, ...]]:
-        lengths = {axis: part[axis].stop - part[axis].start for axis in axes}
-        longest = max(lengths, key=lambda axis: lengths[axis], default=None)
-        if size <= PART_SIZE or longest is None or lengths[longest] == 1:
+        axis = next((axis for axis in order if part[axis].stop - part[axis].start > 1), None)
+        if size <= PART_SIZE or axis is None:
             yield part
             return
-        n, start = lengths[longest], part[longest].start
+        n, start = part[axis].stop - part[axis].start, part[axis].start
         pieces = min(n, -(-size // PART_SIZE))
         for k in range(pieces):
             lo, hi = start + k * n // pieces, start + (k + 1) * n // pieces
-            yield from cut((*part[:longest], slice(lo, hi), *part[longest + 1 :]), size // n * (hi - lo))
+            yield from cut((*part[:axis], slice(lo, hi), *part[axis + 1 :]), size // n * (hi - lo))
 
-    yield from cut(tuple(slice(0, n) for n in shape), int(np.prod(shape, dtype=np.int64)))
+    yield from cut(tuple(slice(0, n) for n in source.shape), source.size)
