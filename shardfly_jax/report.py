@@ -191,6 +191,8 @@ def _families(plan: Plan) -> Table:
     written = np.zeros(families, np.int64)
     np.add.at(written, plan.moves.target_family, plan.row_nbytes)
     moves = np.bincount(plan.moves.target_family, minlength=families)
+    staged = list(plan.staging_families)
+    written[staged], payload[staged] = 0, 0
     order = sorted(plan.target_families, key=lambda k: (-int(written[k]), k))
     total = ("all", "", "", "", bytes_text(written.sum()), bytes_text(payload.sum()), f"{len(plan.moves):,}")
     out = table("pattern", "type", "layer", "boxes", "written", "payload", "moves", footer=total)
@@ -228,7 +230,7 @@ def _conversions(plan: Plan) -> Table:
     moves = np.bincount(convert, minlength=len(plan.conversions))
     out = table("conversion", "written", "share", "moves")
     for k, conversion in enumerate(plan.conversions):
-        share = share_text(nbytes[k], plan.target_nbytes)
+        share = share_text(nbytes[k], int(nbytes.sum()))
         out.add_row(conversion.describe(), bytes_text(nbytes[k]), share, f"{moves[k]:,}")
     return out
 
@@ -298,7 +300,8 @@ def _forwarding(plan: Plan) -> Table:
         size_of_band[bands] = len(ranks)
     size = size_of_band[moves.band]
     direct = (moves.source_rank >= 0) & (moves.source_rank < plan.source_ranks)
-    passed = wire(plan) & ~direct
+    direct &= ~np.isin(moves.target_family, plan.staging_families)
+    passed = wire(plan) & (moves.source_rank >= plan.source_ranks)
 
     def figures(here: np.ndarray, bands_of_sets: list[list[int]]) -> tuple[str, ...]:
         sums = bytes_text(nbytes[here & direct].sum()), bytes_text(nbytes[here & passed].sum())
@@ -333,7 +336,7 @@ def _runs(plan: Plan) -> Table:
     found = runs(plan)
     columns = [found.alike, found.reordered, found.element]
     sums = [bytes_text(c.sum()) for c in columns]
-    whole = plan.target_nbytes
+    whole = int(plan.row_nbytes.sum())
     shares = [share_text(c.sum(), whole) for c in columns]
     total = ("all", "100.0%", sums[0], sums[1], f"{sums[2]} ({shares[2]})")
     out = table("run", "share", "same on both sides", "reordered", "needs the element path", footer=total)

@@ -97,14 +97,17 @@ class QuantizedRows:
 
     def settle(self) -> None:
         """Fixes the slots and their owners, and adds the rows that waited for them."""
+        read: dict[Blocks, None] = {}
         for _, group in self.scale_groups:
             todo: list[Expr] = [group.expr]
             while todo:
                 node = todo.pop()
                 if isinstance(node, Scales):
-                    self._blocks_of(node.value, node, group.layers).need_split()
+                    read[self._blocks_of(node.value, node, group.layers)] = None
                 else:
                     todo += children(node)
+        for blocks in read:
+            blocks.need_split()
         load: dict[int, int] = {}
         for number, blocks in enumerate(self._blocks.values()):
             for k, box in enumerate(blocks.slot_boxes()):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import io
+import itertools
 import math
+import re
 from collections.abc import Mapping
 
 import ml_dtypes
@@ -364,20 +366,21 @@ def test_replicas_may_differ_in_format(rng: np.random.Generator) -> None:
     assert sf.verify(params, plan) == plan.target_nbytes
 
 
-def test_rank_local_trees_and_aliases_of_quantized_targets(rng: np.random.Generator) -> None:
+def test_rank_local_trees_and_aliases_of_codes_and_scales(rng: np.random.Generator) -> None:
     x = fresh(rng, 16, 32)
     params = {"w": put(x, mesh((2,), "a"), "a")}
-    target = sf.local(
-        [{"w": np.zeros((8, 32), E4M3), "s": np.zeros((2, 4), np.float32), "tied": np.zeros((8, 32), E4M3)}] * 2
-    )
-    mapping = sf.Mapping({"w": sf.src("w").quantize(SMALL), "s": sf.scale_of("w"), "tied": sf.alias("w")})
+    codes_, scales_ = np.zeros((8, 32), E4M3), np.zeros((2, 4), np.float32)
+    target = sf.local([{"w": codes_, "tied": codes_, "s": scales_, "tied_s": scales_}] * 2)
+    mapping = sf.Mapping({
+        "w": sf.src("w").quantize(SMALL), "tied": sf.alias("w"), "s": sf.scale_of("w"), "tied_s": sf.alias("s"),
+    })  # fmt: skip
     plan = sf.register(sf.make_plan(params, target, mapping))
     out = updated(params, plan)
     codes, scales = blocks_by_hand(x, 4, 8)
-    for rank in range(2):
-        assert_same_bits(out[rank]["w"], codes[rank * 8 : rank * 8 + 8])
-        assert_same_bits(out[rank]["tied"], codes[rank * 8 : rank * 8 + 8])
-        assert_same_bits(out[rank]["s"], scales[rank * 2 : rank * 2 + 2])
+    for rank, name in itertools.product(range(2), ("w", "tied")):
+        assert_same_bits(out[rank][name], codes[rank * 8 : rank * 8 + 8])
+    for rank, name in itertools.product(range(2), ("s", "tied_s")):
+        assert_same_bits(out[rank][name], scales[rank * 2 : rank * 2 + 2])
 
 
 def test_the_report_names_formats_scopes_and_staging() -> None:
@@ -396,6 +399,9 @@ def test_the_report_names_formats_scopes_and_staging() -> None:
     assert "changes with the number of ranks" in text
     assert "Fp8Block per block" in text
     assert "staging" in text
+    shares = [float(x) for x in re.findall(r"([0-9.]+)% +[0-9]+$", text.partition("Conversions")[2], re.MULTILINE)]
+    assert len(shares) == len(plan.conversions)
+    assert abs(sum(shares) - 100) < 0.5
     assert f"{plan.staging_nbytes} B beside sources and targets; {plan.exchange_nbytes} B of block maxima" in text
 
 
