@@ -53,7 +53,7 @@ def build_plan(problem: Problem, topology: Topology | None = None) -> Plan:
     late = rows.quantized.placed(where)
     direct, served = rows.expanded(groups, late, topology)
     tables = [direct, *_forwards(groups, late, problem, rows.bit_conversion, rows.first_band)]
-    if rows.quantized.slots:
+    if any(rows.quantized.users):
         tables.append(rows.quantized.reductions(groups, where, served))
     table = MoveTable.merged(tables)
     del tables, direct
@@ -63,7 +63,7 @@ def build_plan(problem: Problem, topology: Topology | None = None) -> Plan:
         replicas += [Replica(name, tree.name, tuple(rank + base for rank in ranks)) for name, ranks in parts.items()]
         base += tree.ranks
     return Plan(
-        families=(*problem.families, *rows.quantized.families),
+        families=(*problem.families, *rows.quantized.read_families()),
         moves=table,
         conversions=tuple(rows.conversions),
         blocks=tuple(rows.quantized.views),

@@ -344,5 +344,5 @@ def vllm_mxfp8() -> MxFp8:
 
 
 def vllm_mxfp8_round_up() -> MxFp8:
-    """vLLM after 0.21, and SGLang: `amax / 448` rounded up to a power of two."""
+    """Later versions of vLLM's torch path: `amax / 448` rounded up to a power of two, so that nothing saturates."""
     return MxFp8(rounding="ceil")

@@ -162,6 +162,11 @@ class QuantizedRows:
         late = set().union(*self.users)
         return [p._replace(order=p.order + LAG) if index in late else p for index, p in enumerate(where)]
 
+    def read_families(self) -> list[Family]:
+        """The families of slots; those that nobody reads hold no tensors."""
+        pairs = zip(self.families, self.users, strict=True)
+        return [family if users else dataclasses.replace(family, count=0) for family, users in pairs]
+
     def reductions(
         self, groups: Sequence[Group], where: Sequence[Place], served: dict[tuple[int, int], int]
     ) -> MoveTable:
@@ -175,6 +180,8 @@ class QuantizedRows:
         for blocks in self._blocks.values():
             for slots in blocks.slots:
                 users = [(groups[g], where[g]) for g in self.users[slots.family - self._base]]
+                if not users:
+                    continue
                 first = slots.box[0][0]
                 step = min(place.layer_step for _, place in users)
                 order = min(place.order + (first - group.layers[0]) * place.layer_step for group, place in users)

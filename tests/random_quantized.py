@@ -98,14 +98,40 @@ def quantized_cases(draw: Callable, max_depth: int = 2, max_ranks: int = 8) -> C
     names = "abcde"[: len(shape)]
     if list(order) != sorted(order) or draw(st.booleans()):
         scales = scales.rearrange(f"{' '.join(names)} -> {' '.join(names[k] for k in order)}")
-    mapping = Mapping({"m.{i}.t": value.quantize(format), "m.{i}.s": scales})
+    follow = draw(st.sampled_from(["nothing", "nothing", "slice", "take", "repeat", "pad"]))
+    axis = draw(st.integers(0, len(shape) - 1))
+
+    def followed(expr: Expr, grid: tuple[int, ...]) -> tuple[Expr, tuple[int, ...]]:
+        n = grid[axis]
+        match follow:
+            case "slice":
+                return expr[(slice(None),) * axis + (slice(n // 2, None),)], (
+                    *grid[:axis],
+                    n - n // 2,
+                    *grid[axis + 1 :],
+                )
+            case "take":
+                return expr.take([n - 1, 0, 0], axis=axis), (*grid[:axis], 3, *grid[axis + 1 :])
+            case "repeat":
+                return expr.repeat(2, axis=axis), (*grid[:axis], 2 * n, *grid[axis + 1 :])
+            case "pad":
+                widths = [(0, int(a == axis)) for a in range(len(grid))]
+                return expr.pad(widths, 1), (*grid[:axis], n + 1, *grid[axis + 1 :])
+        return expr, grid
+
     trees = []
     for number in range(draw(st.integers(1, 2))):
-        layout = draw(payload_layouts(shape, format, max_ranks, fused))
-        grid = _grid(format, shape, layout, fused)
-        of_scales = draw(layouts(tuple(grid[k] for k in order), format.scale_dtype, max_ranks))
-        names_ = {f"m.{i}.{kind}": x for i in range(first, stop) for kind, x in (("t", layout), ("s", of_scales))}
-        ranks = 1 + max(*layout.ranks, *of_scales.ranks)
+        # two stages: the last layer may lie elsewhere, if its scales have the same shape
+        staged = [draw(payload_layouts(shape, format, max_ranks, fused)) for _ in range(2)]
+        grids = [_grid(format, shape, layout, fused) for layout in staged]
+        if grids[0] != grids[1] or draw(st.booleans()):
+            staged[1], grids[1] = staged[0], grids[0]
+        expr, grid = followed(scales, tuple(grids[0][k] for k in order))
+        of_scales = draw(layouts(grid, format.scale_dtype, max_ranks))
+        names_ = {f"m.{i}.t": staged[i == stop - 1] for i in range(first, stop)}
+        names_ |= {f"m.{i}.s": of_scales for i in range(first, stop)}
+        ranks = 1 + max(rank for layout in names_.values() for rank in layout.ranks)
+        mapping = Mapping({"m.{i}.t": value.quantize(format), "m.{i}.s": expr})
         trees.append(TargetTree(name=f"r{number}", tensors=names_, mapping=mapping, ranks=ranks))
     return Case(arrays, sources, source_ranks, trees)
 

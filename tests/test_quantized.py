@@ -212,6 +212,22 @@ def test_staging_is_one_slot_for_each_block_that_shards_share(layers: int) -> No
     assert cut_rows.target_nbytes == layers * (32 * 64 + 32 * 4)
 
 
+def test_slots_that_nobody_reads_are_left_out(rng: np.random.Generator) -> None:
+    """Layers of the payload differ in layout, so scales have slots of their own; only some of them are read."""
+    arrays = {f"h.{i}.w": fresh(rng, 32, 8) for i in range(2)}
+    plan = planned(
+        {"h.{i}.w": sf.src("h.{i}.w").quantize(SMALL), "h.{i}.s": sf.scale_of("h.{i}.w")[:4]},
+        {name: cut((32, 8), "float32", 0, 3) for name in arrays},
+        {"h.0.w": cut((32, 8), E4M3), "h.1.w": cut((32, 8), E4M3, 0, 2)}
+        | {f"h.{i}.s": cut((4, 1), "float32") for i in range(2)},
+        2,
+    )
+    have = replayed(plan, arrays)
+    for i in range(2):
+        assert_same_bits(have[f"h.{i}.s", 0], blocks_by_hand(arrays[f"h.{i}.w"], 4, 8)[1][:4])
+    assert plan.staging_nbytes == 4 * (2 * 2 + 2)
+
+
 @pytest.mark.parametrize("replicas", [1, 2, 5])
 def test_replicas_get_codes_by_forwarding(replicas: int) -> None:
     ranks = {rank: [(0, 32), (0, 64)] for rank in range(replicas)}
