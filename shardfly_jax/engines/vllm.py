@@ -47,7 +47,9 @@ def rollout(
       dtype: Of all parameters.
       expert_parallel: Whole experts per rank (`enable_expert_parallel`) instead of a cut of each.
       quantization: `fp8_block` or `fp8_block_ue8m0`: linears and experts as e4m3 codes with scales per 128 x 128 block,
-        from the trainer's own dtype. Embeddings, `lm_head`, norms and the router stay as they are.
+        from the trainer's own dtype. Embeddings, `lm_head`, norms and the router stay as they are. This is what vLLM's
+        CUTLASS and Triton kernels read, and with `_ue8m0` DeepGEMM on Hopper; it repacks weights for Marlin and scales
+        for Blackwell.
 
     Raises:
       PlanError: A family without a mapping, or sizes that `tp` or blocks do not divide; all are listed.
