@@ -14,6 +14,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from shardfly_jax.sharding.denotation import Value, denote
 from shardfly_jax.sharding.formats import Amax, ToScale
 from shardfly_jax.sharding.grids import Run, Segments, grid_runs, grid_shape
@@ -24,6 +26,8 @@ from shardfly_jax.sharding.lowering import MAX_DIMS, BlockView, Clipped, Lowerer
 from shardfly_jax.sharding.pieces import TARGET, Digit, Piece, clip, clip_box, outside, span, split_blocks
 from shardfly_jax.sharding.quantization import Format
 
+MASK_SIZE = 1 << 24
+"""Blocks up to which those that need slots are marked one by one; beyond, they are kept as boxes."""
 STAGING = "(staging)"
 """The tree of families that hold slots."""
 
@@ -114,6 +118,9 @@ class Blocks:
         self.runs = grid_runs(format, denoted.shape, segments)
         self._lowerer = Lowerer(denoted, shards)
         self._needed: list[Box] = []
+        self._seen: set[Box] = set()
+        size = (layers[1] - layers[0], *self.grid)
+        self._mask = np.zeros(size, bool) if math.prod(size) <= MASK_SIZE else None
         self.slots: list[Slots] = []
 
     @property
@@ -140,6 +147,14 @@ class Blocks:
     def need(self, part: Part) -> None:
         """Gives every block of a part a slot."""
         new = [part.blocks]
+        if new[0] in self._seen:
+            return
+        self._seen.add(new[0])
+        if self._mask is not None:
+            (first, last), *grid = new[0]
+            at = (slice(first - self.layers[0], last - self.layers[0]), *(slice(lo, hi) for lo, hi in grid))
+            self._mask[at] = True
+            return
         for box in self._needed:
             new = [rest for one in new for rest in _without(one, box)]
         self._needed += new
@@ -152,7 +167,15 @@ class Blocks:
 
     def slot_boxes(self) -> list[Box]:
         """Disjoint boxes of the blocks that need slots, as few as merging neighbours leaves."""
-        return _merged(self._needed)
+        if self._mask is None:
+            return _merged(self._needed)
+        return [
+            tuple(
+                (lo + start, hi + start)
+                for (lo, hi), start in zip(box, (self.layers[0], *[0] * len(self.grid)), strict=True)
+            )
+            for box in _boxes(self._mask)
+        ]
 
     def in_slots(self, part: Part, slots: Slots) -> Iterator[Part]:
         """What of a part has its blocks in a box of slots."""
@@ -339,6 +362,17 @@ def _without(box: Box, other: Box) -> list[Box]:
                 out.append((*box[:axis], (start, stop), *box[axis + 1 :]))
         box = (*box[:axis], (max(lo, lo2), min(hi, hi2)), *box[axis + 1 :])
     return out
+
+
+def _boxes(mask: np.ndarray) -> list[Box]:
+    """Disjoint boxes of the marked elements: runs of equal slices along each axis in turn."""
+    if mask.ndim == 0:
+        return [()] if mask else []
+    if not mask.any():
+        return []
+    flat = mask.reshape(len(mask), -1)
+    edges = [0, *(np.nonzero((flat[1:] != flat[:-1]).any(axis=1))[0] + 1).tolist(), len(mask)]
+    return [((lo, hi), *box) for lo, hi in itertools.pairwise(edges) for box in _boxes(mask[lo])]
 
 
 def _merged(boxes: Sequence[Box]) -> list[Box]:

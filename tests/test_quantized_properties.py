@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 
+import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from random_problems import Case, check, layouts
 from random_quantized import payload_layouts, quantized_cases
 
 from shardfly_jax import formats
+from shardfly_jax.sharding import blocking
 from shardfly_jax.sharding.language import src
 from shardfly_jax.sharding.layouts import Layout
 from shardfly_jax.sharding.mapping import Mapping
@@ -27,6 +29,17 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too
 @given(quantized_cases())
 def test_codes_and_scales_are_those_of_the_whole_tensor_for_every_sharding(case: Case) -> None:
     check(case, case.plan())
+
+
+def test_grids_too_large_to_mark_keep_boxes_of_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocking, "MASK_SIZE", 0)
+
+    @settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+    @given(quantized_cases())
+    def run(case: Case) -> None:
+        check(case, case.plan())
+
+    run()
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
