@@ -1,6 +1,6 @@
 """shardfly_jax streams the weights of a JAX trainer into the sharded buffers of its rollout engines."""
 
-from shardfly_jax import engines as engines
+from shardfly_jax import engines as engines, formats as formats
 from shardfly_jax.instep import receiving as receiving, send as send
 from shardfly_jax.layout import local as local
 from shardfly_jax.planning import Plan as Plan, load_plan as load_plan, make_plan as make_plan, replicas as replicas
@@ -9,6 +9,7 @@ from shardfly_jax.sharding.composition import compose as compose
 from shardfly_jax.sharding.errors import (
     DigestMismatch as DigestMismatch,
     LanguageError as LanguageError,
+    NotFinite as NotFinite,
     NotRegistered as NotRegistered,
     NoUpdate as NoUpdate,
     ParamsMismatch as ParamsMismatch,
@@ -27,6 +28,7 @@ from shardfly_jax.sharding.language import (
     alias as alias,
     concat as concat,
     fuse as fuse,
+    scale_of as scale_of,
     src as src,
     stack as stack,
 )

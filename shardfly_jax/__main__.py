@@ -73,7 +73,7 @@ def _demo(chosen: argparse.Namespace) -> int:
     choose_devices()
     from shardfly_jax import demo
 
-    return demo.run(chosen.model, chosen.updates)
+    return demo.run(chosen.model, chosen.updates, chosen.format)
 
 
 def _rl(chosen: argparse.Namespace) -> int:
@@ -106,6 +106,7 @@ def _parser() -> _Parser:
     demo = add("demo", help="real updates on 8 CPU devices, every byte checked")
     demo.add_argument("--model", default="Qwen3-0.6B", help="a name that `models` lists (default: %(default)s)")
     demo.add_argument("--updates", type=_count, default=3, help="how many (default: %(default)s)")
+    demo.add_argument("--format", choices=commands.QUANTIZATIONS, help="quantize on the way (default: bfloat16)")
     _add_rl(add("rl", help="GRPO on sums: a policy learns to add, its rollouts synced after every step"))
     explain = add(
         "explain",

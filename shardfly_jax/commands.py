@@ -16,7 +16,7 @@ from typing import Any
 from jax.sharding import AbstractMesh
 
 from shardfly_jax import engines
-from shardfly_jax.engines import hf, maxtext, sglang, tunix, vllm
+from shardfly_jax.engines import fp8, hf, maxtext, sglang, tunix, vllm
 from shardfly_jax.engines.models import Model
 from shardfly_jax.engines.side import Side
 from shardfly_jax.planning import Plan, make_plan
@@ -31,6 +31,7 @@ MAX_RANKS = 4096
 GPUS_PER_HOST = 8
 SHOWN_FAULTS = 8
 ROLLOUT_DTYPE = "bfloat16"
+QUANTIZATIONS = tuple(fp8.FORMATS)
 TRAINER_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -72,7 +73,8 @@ def _vllm(model: Model, options: Mapping[str, int], dtype: str) -> Side:
     _need_experts("ep", options["ep"] == 1, model)
     _need_experts("dp", options["dp"] > 1, model)
     mesh = AbstractMesh((options["replicas"], options["dp"], options["tp"]), ("replica", "dp", "tp"))
-    return vllm.rollout(model, mesh, dtype=dtype, expert_parallel=bool(options["ep"]))
+    quantization = QUANTIZATIONS[0] if options["fp8"] else None
+    return vllm.rollout(model, mesh, dtype=dtype, expert_parallel=bool(options["ep"]), quantization=quantization)
 
 
 def _sglang(model: Model, options: Mapping[str, int], dtype: str) -> Side:
@@ -101,7 +103,8 @@ TRAINERS: dict[str, Engine] = {
 }  # fmt: skip
 ROLLOUTS: dict[str, Engine] = {
     "vllm": Engine(
-        options={"tp": 1, "dp": 1, "replicas": 1, "ep": 0}, ranks=("tp", "dp", "replicas"), switches=("ep",),
+        options={"tp": 1, "dp": 1, "replicas": 1, "ep": 0, "fp8": 0}, ranks=("tp", "dp", "replicas"),
+        switches=("ep", "fp8"),
         families=vllm.FAMILIES, build=_vllm,
     ),
     "sglang": Engine(

@@ -49,15 +49,15 @@ class Figures:
     peak_nbytes: int
 
 
-def run(model: str = "Qwen3-0.6B", updates: int = 3) -> int:
+def run(model: str = "Qwen3-0.6B", updates: int = 3, quantization: str | None = None) -> int:
     """Runs the demo and prints its table; the exit status."""
     console = Console(width=110) if not sys.stdout.isatty() else Console()
-    figures = measure(model, updates, console)
-    console.print(table(model, figures))
+    figures = measure(model, updates, console, quantization)
+    console.print(table(f"{model}, {quantization}" if quantization else model, figures))
     return 0
 
 
-def measure(model: str, updates: int, console: Console) -> Figures:
+def measure(model: str, updates: int, console: Console, quantization: str | None = None) -> Figures:
     """Plans, registers, updates with fresh weights, checks every byte, and times today's way beside it.
 
     Raises:
@@ -77,11 +77,11 @@ def measure(model: str, updates: int, console: Console) -> Figures:
     sizes = sf.engines.model(model)
     console.print(
         f"{model}: tunix trainer fsdp {FSDP} x tp {TRAINER_TP} -> {REPLICAS} vLLM replicas of TP {ROLLOUT_TP}, "
-        f"on {need} {devices[0].platform} devices"
+        f"on {need} {devices[0].platform} devices" + (f", quantized on the way: {quantization}" if quantization else "")
     )
     start = time.perf_counter()
     trainer = sf.engines.tunix.trainer(sizes, trainer_mesh)
-    rollout = sf.engines.vllm.rollout(sizes, rollout_mesh)
+    rollout = sf.engines.vllm.rollout(sizes, rollout_mesh, quantization=quantization)
     plan = sf.make_plan(trainer.params, rollout.params, sf.engines.route(trainer, rollout))
     plan_secs = time.perf_counter() - start
     start = time.perf_counter()

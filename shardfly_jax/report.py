@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardfly_jax.contiguity import RUN_CLASSES, runs
+from shardfly_jax.sharding.language import quantized
 from shardfly_jax.sharding.mapping import matches
 from shardfly_jax.sharding.plan import Plan
 from shardfly_jax.sharding.problem import Family
@@ -107,9 +108,11 @@ def _head(plan: Plan) -> str:
 
 
 def _summary(plan: Plan, traffic: np.ndarray, predicted: Simulation) -> Table:
-    written, local = plan.target_nbytes, int(np.trace(traffic))
-    filled = written - int(traffic.sum())
+    local = int(np.trace(traffic[plan.source_ranks :, plan.source_ranks :]))
+    fills = (plan.moves.source_rank < 0) & ~np.isin(plan.moves.target_family, plan.staging_families)
+    filled = int(plan.row_nbytes[fills].sum())
     egress, broadcast = plan.egress_nbytes, plan.broadcast_nbytes
+    forwarded = plan.nbytes - egress - plan.exchange_nbytes
     targets = [plan.families[k] for k in plan.target_families]
     sources = [plan.families[k] for k in plan.source_families]
     topology = predicted.topology
@@ -134,7 +137,7 @@ def _summary(plan: Plan, traffic: np.ndarray, predicted: Simulation) -> Table:
     )
     out.add_row(
         "payload",
-        f"{bytes_text(plan.nbytes)}: {bytes_text(egress)} from trainers, {bytes_text(plan.nbytes - egress)} forwarded"
+        f"{bytes_text(plan.nbytes)}: {bytes_text(egress)} from trainers, {bytes_text(forwarded)} forwarded"
         + (f"; besides, {bytes_text(local)} are copied within a rank" if local else "")
         + (f"; {bytes_text(filled)} are fills" if filled else ""),
     )
@@ -143,7 +146,15 @@ def _summary(plan: Plan, traffic: np.ndarray, predicted: Simulation) -> Table:
         "trainer egress",
         f"{bytes_text(egress)}; one broadcast of everything to every replica costs {bytes_text(broadcast)}{times}",
     )
-    out.add_row("staging", f"{bytes_text(plan.staging_nbytes)} beside sources and targets")
+    out.add_row(
+        "staging",
+        f"{bytes_text(plan.staging_nbytes)} beside sources and targets"
+        + (f"; {bytes_text(plan.exchange_nbytes)} of block maxima go between trainers" if plan.staging_nbytes else ""),
+    )
+    of_ranks = [f.pattern for f in targets if (q := quantized(f.expr)) and q.format.scope == "rank"]  # type: ignore[arg-type]
+    if of_ranks:
+        names = some(list(dict.fromkeys(of_ranks)), 4)
+        out.add_row("rank scales", f"{names}: a scale over what a rank holds; it changes with the number of ranks")
     _add_leftovers(out, plan)
     nic = f", NIC {bytes_text(topology.nic_rate)}/s" if topology.nic_rate else ""
     out.add_row("topology", f"{topology.name}: NVLink {bytes_text(topology.nvlink_rate)}/s{nic} per GPU and direction")
@@ -180,6 +191,8 @@ def _families(plan: Plan) -> Table:
     written = np.zeros(families, np.int64)
     np.add.at(written, plan.moves.target_family, plan.row_nbytes)
     moves = np.bincount(plan.moves.target_family, minlength=families)
+    staged = list(plan.staging_families)
+    written[staged], payload[staged] = 0, 0
     order = sorted(plan.target_families, key=lambda k: (-int(written[k]), k))
     total = ("all", "", "", "", bytes_text(written.sum()), bytes_text(payload.sum()), f"{len(plan.moves):,}")
     out = table("pattern", "type", "layer", "boxes", "written", "payload", "moves", footer=total)
@@ -217,7 +230,7 @@ def _conversions(plan: Plan) -> Table:
     moves = np.bincount(convert, minlength=len(plan.conversions))
     out = table("conversion", "written", "share", "moves")
     for k, conversion in enumerate(plan.conversions):
-        share = share_text(nbytes[k], plan.target_nbytes)
+        share = share_text(nbytes[k], int(nbytes.sum()))
         out.add_row(conversion.describe(), bytes_text(nbytes[k]), share, f"{moves[k]:,}")
     return out
 
@@ -287,7 +300,8 @@ def _forwarding(plan: Plan) -> Table:
         size_of_band[bands] = len(ranks)
     size = size_of_band[moves.band]
     direct = (moves.source_rank >= 0) & (moves.source_rank < plan.source_ranks)
-    passed = wire(plan) & ~direct
+    direct &= ~np.isin(moves.target_family, plan.staging_families)
+    passed = wire(plan) & (moves.source_rank >= plan.source_ranks)
 
     def figures(here: np.ndarray, bands_of_sets: list[list[int]]) -> tuple[str, ...]:
         sums = bytes_text(nbytes[here & direct].sum()), bytes_text(nbytes[here & passed].sum())
@@ -322,7 +336,7 @@ def _runs(plan: Plan) -> Table:
     found = runs(plan)
     columns = [found.alike, found.reordered, found.element]
     sums = [bytes_text(c.sum()) for c in columns]
-    whole = plan.target_nbytes
+    whole = int(plan.row_nbytes.sum())
     shares = [share_text(c.sum(), whole) for c in columns]
     total = ("all", "100.0%", sums[0], sums[1], f"{sums[2]} ({shares[2]})")
     out = table("run", "share", "same on both sides", "reordered", "needs the element path", footer=total)

@@ -7,18 +7,22 @@ would write: transposes, reshapes, repeats, and concatenation of the parts' cuts
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from shardfly_jax.executors import convert
 from shardfly_jax.layout import leaf_names
 from shardfly_jax.planning import Plan
 from shardfly_jax.sharding import language as lang
-from shardfly_jax.sharding.formats import number
+from shardfly_jax.sharding.formats import Amax, Encode, ToScale, conversion, number
+from shardfly_jax.sharding.grids import Segments, block_indices
 from shardfly_jax.sharding.language import Expr, axis_sizes, split_pattern
 from shardfly_jax.sharding.patterns import FAMILY, name_pattern
+from shardfly_jax.sharding.quantization import Format
 
 
 def make_update(plan: Plan) -> Callable[[Any], dict[str, jax.Array]]:
@@ -66,10 +70,20 @@ def _build(expr: Expr, source: Callable[[str, int], jax.Array], i: int, cuts: in
             return jnp.concatenate([build(part) for part in parts], axis)
         case lang.Stack(parts, axis):
             return jnp.stack([build(part) for part in parts], axis)
-        case lang.Fuse(parts, axis):
-            return _fused([build(part) for part in parts], axis, cuts)
+        case lang.Fuse(parts, axis, own_cuts):
+            return _fused([build(part) for part in parts], axis, cuts if own_cuts is None else len(own_cuts))
     x = build(expr.value)  # type: ignore[attr-defined]
     match expr:
+        case lang.Quantize(_, format, segments):
+            amax = _block_maxima(format, x, segments)
+            for axis, index in enumerate(block_indices(format, x.shape, segments)):
+                amax = jnp.take(amax, jnp.array(index), axis)
+            encode = conversion(x.dtype.name, (Encode(format),), format.codes)
+            return lax.bitcast_convert_type(convert.apply(encode, x, amax=amax), jnp.dtype(format.codes))
+        case lang.Scales(_, format, segments):
+            to_scale = conversion("uint32", (ToScale(format),), format.scale_dtype)
+            bits = convert.apply(to_scale, _block_maxima(format, x, segments))
+            return lax.bitcast_convert_type(bits, jnp.dtype(format.scale_dtype))
         case lang.Rearrange(_, pattern, _):
             left, right = split_pattern(pattern)
             sizes = axis_sizes(expr, x.shape)
@@ -94,6 +108,24 @@ def _build(expr: Expr, source: Callable[[str, int], jax.Array], i: int, cuts: in
         case lang.Astype(_, dtype):
             return x.astype(dtype)
     raise TypeError(f"{type(expr).__name__} is not an operation of the language")
+
+
+def _block_maxima(format: Format, x: jax.Array, segments: Sequence[Segments]) -> jax.Array:
+    """Bits of the largest absolute value of each block: padded to whole blocks, or part by part."""
+    amax = convert.apply(conversion(x.dtype.name, (Amax(),), "uint32"), x)
+    for axis, block, cut in zip((-2, -1), format.block, segments, strict=True):
+        if cut:
+            indices = range(1 + max(index for _, _, index in cut))
+            parts = [
+                [lax.slice_in_dim(amax, lo, hi, axis=axis) for lo, hi, k in cut if k == index] for index in indices
+            ]
+            amax = jnp.concatenate([jnp.concatenate(part, axis).max(axis, keepdims=True) for part in parts], axis)
+            continue
+        n, at = x.shape[axis], axis % x.ndim
+        size = n if block is None else block
+        padded = jnp.pad(amax, [(0, -n % size if a == at else 0) for a in range(x.ndim)])
+        amax = padded.reshape(*padded.shape[:at], -1, size, *padded.shape[at + 1 :]).max(at + 1)
+    return amax
 
 
 def _fused(parts: list[jax.Array], axis: int, cuts: int) -> jax.Array:

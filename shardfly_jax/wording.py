@@ -13,9 +13,11 @@ from shardfly_jax.sharding.language import (
     Fuse,
     Index,
     Pad,
+    Quantize,
     Rearrange,
     Repeat,
     Scale,
+    Scales,
     Src,
     Stack,
     Take,
@@ -80,6 +82,9 @@ def share_text(part: int, whole: int) -> str:
 
 def in_words(expr: Expr) -> str:
     """What an expression does to its sources, e.g. `fuse of 3: transpose, repeat x2`; `copy` if nothing."""
+    if isinstance(expr, Quantize):
+        inner_words = in_words(expr.value)
+        return _format_words(expr) if inner_words == COPY else f"{inner_words}; {_format_words(expr)}"
     if isinstance(expr, Fuse | Concat | Stack):
         inner = [word for part in expr.parts for word in _words(part)]
         head = f"{type(expr).__name__.lower()} of {len(expr.parts)}"
@@ -87,7 +92,14 @@ def in_words(expr: Expr) -> str:
     return ", ".join(dict.fromkeys(_words(expr))) or COPY
 
 
+def _format_words(expr: Quantize | Scales) -> str:
+    scope = {"rank": "what each rank holds", "part": "each fused part"}.get(expr.format.scope, expr.format.scope)
+    return f"{'' if isinstance(expr, Quantize) else 'scales of '}{type(expr.format).__name__} per {scope}"
+
+
 def _words(expr: Expr) -> list[str]:
+    if isinstance(expr, Scales):
+        return [_format_words(expr)]
     words = [word for child in children(expr) for word in _words(child)]
     match expr:
         case Src():

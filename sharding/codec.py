@@ -8,20 +8,22 @@ from typing import Any
 import numpy as np
 
 from shardfly_jax.sharding import language
-from shardfly_jax.sharding.formats import Cast, Conversion, Divide, Fill, MulAdd
+from shardfly_jax.sharding.formats import Amax, Cast, Conversion, Divide, Encode, Fill, MulAdd, ToScale
 from shardfly_jax.sharding.language import Expr, FamilyIndex
 from shardfly_jax.sharding.layouts import Layout
 from shardfly_jax.sharding.patterns import Affine
 from shardfly_jax.sharding.problem import Family
+from shardfly_jax.sharding.quantization import Format, format_class
 
 _NODES: dict[str, type[Any]] = {
     node.__name__: node
     for node in (
         language.Src, language.Rearrange, language.Index, language.Take, language.TakePerLayer, language.Repeat,
         language.Pad, language.Scale, language.Divided, language.Astype, language.Concat, language.Stack, language.Fuse,
+        language.Quantize, language.Scales,
     )
 }  # fmt: skip
-_STEPS: dict[str, type[Any]] = {step.__name__: step for step in (Cast, MulAdd, Divide, Fill)}
+_STEPS: dict[str, type[Any]] = {step.__name__: step for step in (Cast, MulAdd, Divide, Fill, Amax, ToScale, Encode)}
 
 
 def _to_json(value: Any) -> Any:
@@ -33,6 +35,9 @@ def _to_json(value: Any) -> Any:
         return {"slice": [value.start, value.stop, value.step]}
     if isinstance(value, FamilyIndex):
         return {"i": list(dataclasses.astuple(value.value))}
+    if isinstance(value, Format):
+        stated = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return {"format": [type(value).__name__, stated]}
     return value
 
 
@@ -45,6 +50,8 @@ def _from_json(value: Any) -> Any:
             return slice(*args)
         if name == "i":
             return FamilyIndex(Affine(*args))
+        if name == "format":
+            return format_class(args[0])(**args[1])
         return _NODES[name](*(_from_json(arg) for arg in args))
     return value
 
@@ -92,7 +99,10 @@ def conversion_to_json(conversion: Conversion) -> list[Any]:
     """Source dtype, steps, target dtype."""
     return [
         conversion.source,
-        [[type(step).__name__, *dataclasses.astuple(step)] for step in conversion.steps],
+        [
+            [type(step).__name__, *(_to_json(getattr(step, f.name)) for f in dataclasses.fields(step))]
+            for step in conversion.steps
+        ],
         conversion.target,
     ]
 
@@ -100,4 +110,4 @@ def conversion_to_json(conversion: Conversion) -> list[Any]:
 def conversion_from_json(data: list[Any]) -> Conversion:
     """Inverse of `conversion_to_json`."""
     source, steps, target = data
-    return Conversion(source, tuple(_STEPS[name](*args) for name, *args in steps), target)
+    return Conversion(source, tuple(_STEPS[name](*map(_from_json, args)) for name, *args in steps), target)

@@ -12,7 +12,18 @@ from collections.abc import Callable, Iterator, Mapping as AbstractMapping
 from typing import NamedTuple
 
 from shardfly_jax.sharding.errors import LanguageError
-from shardfly_jax.sharding.language import Alias, Expr, FamilyIndex, Index, Src, Take, TakePerLayer, rewrite, sources
+from shardfly_jax.sharding.language import (
+    Alias,
+    Expr,
+    FamilyIndex,
+    Index,
+    ScaleOf,
+    Src,
+    Take,
+    TakePerLayer,
+    rewrite,
+    sources,
+)
 from shardfly_jax.sharding.mapping import Mapping, bound_item
 from shardfly_jax.sharding.patterns import FAMILY, Affine, Hole, NamePattern, name_pattern, name_shape
 
@@ -172,6 +183,8 @@ def _renumbered(expr: Expr, at: Affine, read: Callable[[Src], Expr] | None) -> E
                 return read(node) if read else Src(name_pattern(name).renumbered(at))
             case Alias(name):
                 return Alias(name_pattern(name).renumbered(at))
+            case ScaleOf(name):
+                return ScaleOf(name_pattern(name).renumbered(at))
             case Index(value, items):
                 return Index(_renumbered(value, at, read), tuple(_renumbered_item(item, at) for item in items))
             case TakePerLayer(value, rows, axis):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from shardfly_jax.sharding.errors import LanguageError
@@ -21,6 +21,7 @@ from shardfly_jax.sharding.language import (
     Rearrange,
     Repeat,
     Scale,
+    Scales,
     Src,
     Stack,
     Take,
@@ -51,8 +52,14 @@ class Value(NamedTuple):
 
 
 class _Denoter:
-    def __init__(self, lookup: Lookup, layers: range, cuts: Sequence[tuple[int, int]]):
-        self.lookup, self.layers, self.cuts = lookup, layers, cuts
+    def __init__(
+        self,
+        lookup: Lookup,
+        layers: range,
+        cuts: Sequence[tuple[int, int]],
+        scales: Callable[[Scales], Value] | None,
+    ):
+        self.lookup, self.layers, self.cuts, self.scales = lookup, layers, cuts, scales
 
     def __call__(self, expr: Expr) -> Value:
         match expr:
@@ -60,8 +67,11 @@ class _Denoter:
                 return self.src(name)
             case Concat(parts, axis):
                 return self.joined([self(part) for part in parts], axis, None)
-            case Fuse(parts, axis):
-                return self.joined([self(part) for part in parts], axis, self.cuts)
+            case Fuse(parts, axis, own_cuts):
+                return self.joined([self(part) for part in parts], axis, self.cuts if own_cuts is None else own_cuts)
+            case Scales():
+                assert self.scales is not None
+                return self.scales(expr)
             case Stack(parts, axis):
                 values = [self(part) for part in parts]
                 axis %= len(values[0].shape) + 1
@@ -189,7 +199,13 @@ class _Denoter:
         return Value(shape, pieces)
 
 
-def denote(expr: Expr, lookup: Lookup, layers: range, cuts: Sequence[tuple[int, int]]) -> Value:
+def denote(
+    expr: Expr,
+    lookup: Lookup,
+    layers: range,
+    cuts: Sequence[tuple[int, int]],
+    scales: Callable[[Scales], Value] | None = None,
+) -> Value:
     """The pieces of a bound expression over a range of layers.
 
     Args:
@@ -197,11 +213,12 @@ def denote(expr: Expr, lookup: Lookup, layers: range, cuts: Sequence[tuple[int, 
       lookup: Type of each source name.
       layers: Non-empty range of the family variable, step 1.
       cuts: Ranges into which the target is cut along the axis of an outer fuse.
+      scales: Denotes the scales of a quantized value.
 
     Raises:
       LanguageError: A fuse whose parts the cuts do not divide.
     """
-    return _Denoter(lookup, layers, cuts)(expr)
+    return _Denoter(lookup, layers, cuts, scales)(expr)
 
 
 def _unsqueezed(value: Value, axis: int) -> Value:
@@ -265,7 +282,7 @@ def _rearranged(expr: Rearrange, value: Value) -> Value:
             origin[axis] += piece.t_origin[k + 1] * radix
         digits = []
         for d in piece.digits:
-            if d.t_axis:
+            if d.t_axis > 0:
                 axis, radix = place[names[d.t_axis - 1]]
                 d = d._replace(t_axis=axis, t_radix=d.t_radix * radix)
             digits.append(d)

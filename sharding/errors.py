@@ -72,5 +72,9 @@ class SyncTimeout(TransferError):
     """A rank waited for another one beyond the deadline; names both and the phase. The replicas are poisoned."""
 
 
+class NotFinite(ShardflyError, ValueError):
+    """A tensor to be quantized holds NaN or infinity; the replicas are poisoned if an update had begun."""
+
+
 class VerificationError(ShardflyError, AssertionError):
     """Target bytes differ from what the mapping says they should be."""

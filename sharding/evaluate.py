@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from shardfly_jax.sharding.formats import Cast, Divide, MulAdd, number
+from shardfly_jax.sharding.grids import block_maxima, quantize
 from shardfly_jax.sharding.language import (
     Astype,
     Concat,
@@ -21,14 +22,17 @@ from shardfly_jax.sharding.language import (
     Fuse,
     Index,
     Pad,
+    Quantize,
     Rearrange,
     Repeat,
     Scale,
+    Scales,
     Src,
     Stack,
     Take,
     TakePerLayer,
     axis_sizes,
+    sources,
     split_pattern,
 )
 
@@ -44,6 +48,9 @@ def evaluate(expr: Expr, source: Callable[[str, int], np.ndarray], i: int, cuts:
       source: Gives the global array that a source name stands for at layer `i`.
       i: Value of the family variable.
       cuts: How the target is cut along the axis of an outer `fuse`; unused without one.
+
+    Raises:
+      NotFinite: A value to be quantized holds NaN or infinity.
     """
     match expr:
         case Src(name):
@@ -52,11 +59,11 @@ def evaluate(expr: Expr, source: Callable[[str, int], np.ndarray], i: int, cuts:
             return np.concatenate([evaluate(part, source, i, cuts) for part in parts], axis)
         case Stack(parts, axis):
             return np.stack([evaluate(part, source, i, cuts) for part in parts], axis)
-        case Fuse(parts, axis):
+        case Fuse(parts, axis, own_cuts):
             arrays = [evaluate(part, source, i, cuts) for part in parts]
             total = sum(x.shape[axis] for x in arrays)
             pieces = []
-            for lo, hi in cuts:
+            for lo, hi in cuts if own_cuts is None else own_cuts:
                 for x in arrays:
                     n = x.shape[axis]
                     pieces.append(np.take(x, range(lo * n // total, hi * n // total), axis))
@@ -86,4 +93,8 @@ def evaluate(expr: Expr, source: Callable[[str, int], np.ndarray], i: int, cuts:
             return Divide(divisor).apply(x)
         case Astype(_, dtype):
             return Cast(dtype).apply(x)
+        case Quantize(_, format, segments):
+            return quantize(format, x, segments, ", ".join(map(repr, sources(expr))))[0]
+        case Scales(_, format, segments):
+            return format.scales(block_maxima(format, x, segments, ", ".join(map(repr, sources(expr)))))
     raise TypeError(f"{type(expr).__name__} is not an operation of the language")

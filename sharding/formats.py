@@ -7,18 +7,22 @@ plain dtypes. Each step has one meaning, written here in NumPy, which every exec
 * `MulAdd`, `Divide`: computed in float32, each operation rounded by itself (never fused), float32 subnormals of inputs
   and results taken as signed zero (XLA flushes them on CPU), the result rounded back to the dtype it came from.
 * `Fill`: a constant; what follows in the chain applies to it as to data.
+* `Amax`, `ToScale`, `Encode`: quantization, see `quantization`. They look at blocks of a move.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 
-from shardfly_jax.sharding.errors import LanguageError
+from shardfly_jax.sharding.errors import LanguageError, NotFinite
+
+if TYPE_CHECKING:
+    from shardfly_jax.sharding.quantization import Format
 
 _TINY = np.finfo(np.float32).tiny
 
@@ -148,9 +152,9 @@ class MulAdd:
 
     def apply(self, x: np.ndarray) -> np.ndarray:
         with np.errstate(over="ignore", invalid="ignore"):
-            y = _flush(_flush(x.astype(np.float32)) * np.float32(self.factor))
+            y = flush(flush(x.astype(np.float32)) * np.float32(self.factor))
             if self.add:
-                y = _flush(y + np.float32(self.add))
+                y = flush(y + np.float32(self.add))
             return y.astype(x.dtype)
 
 
@@ -165,7 +169,7 @@ class Divide:
 
     def apply(self, x: np.ndarray) -> np.ndarray:
         with np.errstate(over="ignore", invalid="ignore"):
-            return _flush(_flush(x.astype(np.float32)) / np.float32(self.divisor)).astype(x.dtype)
+            return flush(flush(x.astype(np.float32)) / np.float32(self.divisor)).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -182,19 +186,76 @@ class Fill:
         return np.full(x.shape, number(self.value), np_dtype(self.dtype))
 
 
-Step = Cast | MulAdd | Divide | Fill
+@dataclasses.dataclass(frozen=True, slots=True)
+class Amax:
+    """The largest absolute value of each block, as the bits of a float32: those of NaN and infinity are largest."""
+
+    def result_dtype(self, dtype: str) -> str:
+        return "uint32"
+
+    def apply(self, x: np.ndarray, within: tuple[int, ...]) -> np.ndarray:
+        """Of values, [...]; the axes `within` a block come back with length 1."""
+        return flush(np.abs(x.astype(np.float32))).view(np.uint32).max(axis=within, keepdims=True)
 
 
-def _flush(x: np.ndarray) -> np.ndarray:
-    return np.where(np.abs(x) < _TINY, np.copysign(np.float32(0), x), x)
+NOT_FINITE = 0x7F800000
+"""Bits of infinity: those of finite absolute values are smaller, those of NaN larger."""
+
+
+def check_finite(amax: np.ndarray, what: str = "the tensor") -> None:
+    """Raises:
+    NotFinite: Some block's `amax` bits are those of NaN or infinity.
+    """
+    if (bad := int((amax >= NOT_FINITE).sum())) > 0:
+        raise NotFinite(
+            f"quantize: the values of {what} hold NaN or infinity in {bad} of {amax.size} blocks, but a scale needs "
+            "finite values. Look at the trainer's weights."
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ToScale:
+    """From the bits of `amax` to the stored scale of a format."""
+
+    format: Format
+
+    def result_dtype(self, dtype: str) -> str:
+        return self.format.scale_dtype
+
+    def apply(self, x: np.ndarray) -> np.ndarray:
+        check_finite(x)
+        return self.format.scales(x.view(np.float32))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Encode:
+    """From values to codes of a format; always the last step of its chain."""
+
+    format: Format
+
+    def result_dtype(self, dtype: str) -> str:
+        return self.format.codes
+
+    def apply(self, x: np.ndarray, amax: np.ndarray) -> np.ndarray:
+        """Codes of values, [...]; `amax` holds the bits for each element, or broadcasts against them."""
+        check_finite(amax)
+        return self.format.encode(x, amax.view(np.float32))
+
+
+Step = Cast | MulAdd | Divide | Fill | Amax | ToScale | Encode
+
+
+def flush(x: np.ndarray) -> np.ndarray:
+    """float32 values with subnormals as zeros of their sign."""
+    subnormal = (np.abs(x) < _TINY) & (x != 0)
+    return np.where(subnormal, np.copysign(np.float32(0), x), x) if subnormal.any() else x
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Conversion:
     """What happens to the elements of one move: a chain of steps from `source` dtype to `target` dtype.
 
-    An empty chain moves bits. This is also where quantization joins: a format's encode step becomes one more kind of
-    step, with its scales as further targets.
+    An empty chain moves bits. Chains with `Amax` or `Encode` look at blocks: what a block is, the move says.
     """
 
     source: str
@@ -206,10 +267,44 @@ class Conversion:
         """Whether the elements are copied unchanged."""
         return not self.steps
 
-    def apply(self, x: np.ndarray) -> np.ndarray:
-        """Converts an array of dtype `source` (any shape; only the shape counts for a fill)."""
+    @property
+    def reduces(self) -> bool:
+        """Whether one element is written for each block that is read."""
+        return any(isinstance(step, Amax) for step in self.steps)
+
+    @property
+    def encodes(self) -> Format | None:
+        """The format of the codes that come out; None if none do."""
+        last = self.steps[-1] if self.steps else None
+        return last.format if isinstance(last, Encode) else None
+
+    def values(self, x: np.ndarray) -> np.ndarray:
+        """What is quantized: the steps before `Amax` or `Encode`."""
         for step in self.steps:
+            if isinstance(step, Amax | Encode):
+                break
             x = step.apply(x)
+        return x
+
+    def apply(self, x: np.ndarray, within: tuple[int, ...] = (), amax: np.ndarray | None = None) -> np.ndarray:
+        """Converts an array.
+
+        Args:
+          x: Of dtype `source` and any shape; only the shape counts for a fill.
+          within: Axes inside a block.
+          amax: Bits for each element, where the maxima of its blocks are known; else they are those of `x`.
+
+        Raises:
+          NotFinite: A block to be quantized holds NaN or infinity.
+        """
+        for step in self.steps:
+            match step:
+                case Amax():
+                    x = step.apply(x, within)
+                case Encode():
+                    x = step.apply(x, Amax().apply(x, within) if amax is None else amax)
+                case _:
+                    x = step.apply(x)
         return x
 
     def describe(self) -> str:
@@ -229,26 +324,12 @@ def _describe(step: Step) -> str:
             return f"/{divisor:g}"
         case Fill(value, dtype):
             return f"fill({value}, {dtype})"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Format:
-    """How a target stores its values: the dtype of its codes, and the steps that encode values as codes.
-
-    Attributes:
-      dtype: Of the stored codes; itself the format of a plain target.
-
-    A quantized format is a subclass: its `encode` ends in an encoding step, its `scope` says over which elements that
-    step must look before it can encode one (a block, a row, a fused part, a rank's tensor, the whole tensor), and its
-    scales are targets of their own. A plain format looks at one element at a time.
-    """
-
-    dtype: str
-    scope: ClassVar[str] = "element"
-
-    def encode(self) -> tuple[Step, ...]:
-        """Steps from values of any dtype to codes."""
-        return (Cast(self.dtype),)
+        case Amax():
+            return "amax"
+        case ToScale(format):
+            return f"scale of {type(format).__name__}"
+        case Encode(format):
+            return type(format).__name__
 
 
 @functools.lru_cache(maxsize=4096)
@@ -256,7 +337,7 @@ def conversion(source: str, steps: tuple[Step, ...], target: str) -> Conversion:
     """The chain `steps` on data of dtype `source`, ending in dtype `target`; casts that change nothing are left out."""
     kept: list[Step] = []
     dtype = source
-    for step in (*steps, *Format(target).encode()):
+    for step in (*steps, Cast(target)):
         if isinstance(step, Cast) and step.dtype == dtype:
             continue
         kept.append(step)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from shardfly_jax.sharding.errors import LanguageError
-from shardfly_jax.sharding.formats import FLOAT_TO_INT, holds, is_float, number
+from shardfly_jax.sharding.formats import FLOAT_TO_INT, holds, is_float, is_narrowing, number
+from shardfly_jax.sharding.grids import grid_shape
 from shardfly_jax.sharding.language import (
     Alias,
     Astype,
@@ -18,9 +19,12 @@ from shardfly_jax.sharding.language import (
     Fuse,
     Index,
     Pad,
+    Quantize,
     Rearrange,
     Repeat,
     Scale,
+    ScaleOf,
+    Scales,
     Src,
     Stack,
     Take,
@@ -69,6 +73,8 @@ def infer(expr: Expr, lookup: Lookup, layers: range) -> TensorType:
             return TensorType((*types[0].shape[:a], len(types), *types[0].shape[a:]), types[0].dtype)
         case Alias(name):
             raise LanguageError(f"alias: {name!r} stands for another target, which has no expression of its own.")
+        case ScaleOf(name):
+            raise LanguageError(f"scale_of: {name!r} is not the name of a quantized target.")
     shape, dtype = infer(expr.value, lookup, layers)  # type: ignore[attr-defined]
     match expr:
         case Astype(_, target):
@@ -80,6 +86,13 @@ def infer(expr: Expr, lookup: Lookup, layers: range) -> TensorType:
                 op = "scale" if isinstance(expr, Scale) else "divide"
                 raise LanguageError(f"{op}: applied to {dtype}, but only floating-point values are scaled. Cast first.")
             return TensorType(shape, dtype)
+        case Quantize(_, format, segments) | Scales(_, format, segments):
+            if not is_float(dtype) or is_narrowing(dtype, "float32"):
+                raise LanguageError(
+                    f"quantize: applied to {dtype}, but blocks are scaled in float32. Use astype('float32') first."
+                )
+            grid = grid_shape(format, shape, segments)
+            return TensorType(*((shape, format.codes) if isinstance(expr, Quantize) else (grid, format.scale_dtype)))
         case Rearrange(_, pattern, _):
             sizes = axis_sizes(expr, shape)
             _, right = split_pattern(pattern)

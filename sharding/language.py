@@ -18,7 +18,9 @@ from einops.parsing import ParsedExpression
 
 from shardfly_jax.sharding.errors import LanguageError
 from shardfly_jax.sharding.formats import dtype_name, number_text
+from shardfly_jax.sharding.grids import PLAIN, Segments
 from shardfly_jax.sharding.patterns import Affine, parse_affine
+from shardfly_jax.sharding.quantization import Format
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +124,12 @@ class Expr:
         """Casts, rounding to nearest even. Written in a mapping it also permits narrowing."""
         return Astype(self, dtype_name(dtype))
 
+    def quantize(self, format: Format) -> Expr:
+        """Codes of a format; stands outermost. Its scales are another target, `scale_of`."""
+        if not isinstance(format, Format):
+            raise LanguageError(f"quantize: {format!r} is not a format. Give one, e.g. sf.formats.Fp8Block().")
+        return Quantize(self, format)
+
 
 @dataclasses.dataclass(frozen=True)
 class Src(Expr):
@@ -204,10 +212,39 @@ class Stack(Expr):
 
 @dataclasses.dataclass(frozen=True)
 class Fuse(Expr):
-    """Parts cut as the target is cut along `axis`; the cuts of one rank lie side by side."""
+    """Parts cut as the target is cut along `axis`; the cuts of one rank lie side by side.
+
+    Under `Scales` the target is the payload's: its cuts stand in `cuts`, set when the plan is made.
+    """
 
     parts: tuple[Expr, ...]
     axis: int
+    cuts: tuple[tuple[int, int], ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantize(Expr):
+    """Codes of a format. `segments` of rows and columns are set when the plan is made, where a layout decides them."""
+
+    value: Expr
+    format: Format
+    segments: tuple[Segments, Segments] = PLAIN
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleOf(Expr):
+    """The scales of a quantized target."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Scales(Expr):
+    """What `ScaleOf` becomes when the plan is made: the scales of `Quantize` with the same fields."""
+
+    value: Expr
+    format: Format
+    segments: tuple[Segments, Segments]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,6 +278,16 @@ def fuse(*parts: Expr, axis: int) -> Expr:
     side by side. Stands outermost: only `astype` may follow.
     """
     return Fuse(_parts("fuse", parts), operator.index(axis))
+
+
+def scale_of(name: str) -> Expr:
+    """The scales of the quantized target called `name`, one per block: as many axes as the target has.
+
+    Layout operations may follow: transposed scales, `"1 1 -> "` for a scalar, `astype`.
+    """
+    if not isinstance(name, str):
+        raise LanguageError(f"scale_of: the name {name!r} is a {type(name).__name__}, but a string is needed.")
+    return ScaleOf(name)
 
 
 def alias(name: str) -> Expr:
@@ -340,7 +387,7 @@ def axis_sizes(expr: Rearrange, shape: Sequence[int]) -> dict[str, int]:
 def children(expr: Expr) -> tuple[Expr, ...]:
     """The operands of a node."""
     match expr:
-        case Src() | Alias():
+        case Src() | Alias() | ScaleOf():
             return ()
         case Concat(parts) | Stack(parts) | Fuse(parts):
             return parts
@@ -354,10 +401,10 @@ def rewrite(expr: Expr, leaf: Callable[[Expr], Expr | None]) -> Expr:
     if replaced is not None:
         return replaced
     match expr:
-        case Src() | Alias():
+        case Src() | Alias() | ScaleOf():
             return expr
-        case Concat(parts, axis) | Stack(parts, axis) | Fuse(parts, axis):
-            return type(expr)(tuple(rewrite(part, leaf) for part in parts), axis)
+        case Concat(parts) | Stack(parts) | Fuse(parts):
+            return dataclasses.replace(expr, parts=tuple(rewrite(part, leaf) for part in parts))
         case _:
             return dataclasses.replace(expr, value=rewrite(expr.value, leaf))  # type: ignore[attr-defined,type-var]
 
@@ -375,24 +422,28 @@ def sources(expr: Expr) -> tuple[str, ...]:
 
 
 def outer_fuse(expr: Expr) -> Fuse | None:
-    """The fuse of an expression, which stands outermost but for casts.
+    """The fuse of an expression, which stands outermost but for casts and `quantize`.
 
     Raises:
-      LanguageError: A fuse or alias stands further inside.
+      LanguageError: A fuse, quantize or alias stands further inside.
     """
-    node = expr
+    outermost = quantized(expr)
+    node = expr if outermost is None else outermost.value
     while isinstance(node, Astype):
         node = node.value
     if isinstance(node, Alias) and node is not expr:
-        raise LanguageError("alias: stands under a cast, but it must be the whole expression of a target.")
+        raise LanguageError("alias: stands inside another operation, but it must be the whole expression of a target.")
     found = node if isinstance(node, Fuse) else None
-    todo = list(children(node))
+    todo = list(children(node)) if found is not None or isinstance(node, Alias) else [node]
     while todo:
         inner = todo.pop()
-        if isinstance(inner, Fuse):
+        if isinstance(inner, Scales):
+            continue  # its fuse is the payload's
+        if isinstance(inner, Fuse | Quantize):
+            op = type(inner).__name__.lower()
             raise LanguageError(
-                "fuse: stands inside another operation, but it must be outermost (only astype may follow). Move "
-                "the operation into its parts."
+                f"{op}: stands inside another operation, but it must be outermost (only astype and quantize may follow "
+                "a fuse, nothing may follow quantize). Move the operation into its parts."
             )
         if isinstance(inner, Alias):
             raise LanguageError(
@@ -400,3 +451,9 @@ def outer_fuse(expr: Expr) -> Fuse | None:
             )
         todo += children(inner)
     return found
+
+
+def quantized(expr: Expr) -> Quantize | None:
+    """The outermost `quantize` of an expression, under the cast to its own dtype that plans add."""
+    node = expr.value if isinstance(expr, Astype) else expr
+    return node if isinstance(node, Quantize) else None

@@ -7,7 +7,7 @@ target, then to the boxes of the sources; each remaining piece is one move templ
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +38,50 @@ class SourceShards(NamedTuple):
     held: list[tuple[Box, tuple[int, ...]]]
 
 
+class Clipped(NamedTuple):
+    """A piece inside one source shard; a fill has the family -1.
+
+    Attributes:
+      first: Family variable of the family's first tensor.
+      origin, strides: Global coordinate of the first element of the shard's local buffer, and its strides.
+    """
+
+    piece: Piece
+    family: int
+    shard: int
+    first: int
+    origin: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def source_start(self) -> tuple[int, int]:
+        """Offset of the first element in the local buffer, and the tensor of the family."""
+        if self.family < 0:
+            return 0, 0
+        steps = zip(self.piece.s_origin[1:], self.origin, self.strides, strict=True)
+        return sum((at - lo) * step for at, lo, step in steps), self.piece.s_origin[0] - self.first
+
+    def source_step(self, s_axis: int, s_radix: int) -> int:
+        """Stride of a digit in the local buffer."""
+        return s_radix * self.strides[s_axis - 1] if s_axis > 0 else 0
+
+
+class BlockView(NamedTuple):
+    """Where the maxima of the blocks of a move's elements lie, as a strided view like the move's own.
+
+    Attributes:
+      family, rank: Of the staging buffer that holds them, its tensor being that of the move's layer. -1 where every
+        block lies inside the move: then the maxima are the move's own.
+      offset: Of the first element's block.
+      strides: One per dimension of the move; 0 along dimensions within a block.
+    """
+
+    family: int
+    rank: int
+    offset: int
+    strides: tuple[int, ...]
+
+
 class Template(NamedTuple):
     """A move before its ranks are chosen; a fill has the family -1. Offsets and strides count local elements."""
 
@@ -53,11 +97,12 @@ class Template(NamedTuple):
     source_offset_step: int
     layer: int
     layer_step: int
+    block: BlockView | None = None
 
     @property
     def size(self) -> int:
-        """Elements of one tensor's part."""
-        return math.prod(n for n, _, _ in self.dims)
+        """Elements of one tensor's part that are written."""
+        return math.prod(n for n, _, target_stride in self.dims if target_stride)
 
 
 class Lowerer:
@@ -86,20 +131,21 @@ class Lowerer:
           layers: Half-open range of the family variable.
           buffer_origin: Global coordinate of the first element of the local buffer (a box may be a band of a shard).
         """
+        return [template for part in self.clipped(box, layers) for template in _emit(part, buffer_origin, strides)]
+
+    def clipped(self, box: Box, layers: tuple[int, int]) -> Iterator[Clipped]:
+        """The pieces inside a target box and layers, each inside one source shard."""
         bounds = np.array(box, np.int64).reshape(-1, 2)
         near = ((self.spans[:, :, 0] < bounds[:, 1]) & (bounds[:, 0] < self.spans[:, :, 1])).all(1)
-        out: list[Template] = []
         for k in np.nonzero(near)[0]:
             for piece in clip_box(self.pieces[k], TARGET, (layers, *box)):
                 if piece.source is None:
-                    out += _emit(piece, -1, 0, 0, None, (), buffer_origin, strides)
+                    yield Clipped(piece, -1, 0, 0, (), ())
                     continue
-                out += self._from_sources(piece, buffer_origin, strides)
-        return out
+                yield from self._from_sources(piece)
 
-    def _from_sources(self, piece: Piece, buffer_origin: Sequence[int], strides: Sequence[int]) -> list[Template]:
+    def _from_sources(self, piece: Piece) -> Iterator[Clipped]:
         assert piece.source is not None
-        out: list[Template] = []
         literal = name_pattern(piece.source).is_literal
         reach = np.array([span(piece, SOURCE, a) for a in range(1, len(piece.s_origin))], np.int64).reshape(-1, 2)
         for shards in self.shards(piece.source):
@@ -108,51 +154,37 @@ class Lowerer:
             for shard in np.nonzero(near)[0].tolist():
                 box, source_strides = shards.held[shard]
                 origin = tuple(lo for lo, _ in box)
+                first = 0 if literal else shards.first
                 for part in clip_box(piece, SOURCE, (range_, *box)):
-                    first = 0 if literal else shards.first
-                    out += _emit(part, shards.family, shard, first, origin, source_strides, buffer_origin, strides)
-        return out
+                    yield Clipped(part, shards.family, shard, first, origin, source_strides)
 
 
-def _emit(
-    piece: Piece,
-    family: int,
-    shard: int,
-    first: int,
-    source_start: Sequence[int] | None,
-    source_strides: Sequence[int],
-    target_start: Sequence[int],
-    target_strides: Sequence[int],
-) -> list[Template]:
+def _emit(part: Clipped, target_start: Sequence[int], target_strides: Sequence[int]) -> list[Template]:
+    piece = part.piece
     target_offset = sum(
         (piece.t_origin[a + 1] - lo) * step
         for a, (lo, step) in enumerate(zip(target_start, target_strides, strict=True))
     )
-    source_offset = 0
-    if source_start is not None:
-        source_offset = sum(
-            (piece.s_origin[a + 1] - lo) * step
-            for a, (lo, step) in enumerate(zip(source_start, source_strides, strict=True))
-        )
+    source_offset, tensor = part.source_start
     dims: list[tuple[int, int, int]] = []
     count, tensor_step, offset_step, layer_step = 1, 0, 0, 1
     for n, t_axis, t_radix, s_axis, s_radix in piece.digits:
-        stride = s_radix * source_strides[s_axis - 1] if s_axis > 0 else 0
+        stride = part.source_step(s_axis, s_radix)
         if t_axis == 0:
             count, layer_step = n, t_radix
             tensor_step, offset_step = (s_radix, 0) if s_axis == 0 else (0, stride)
         else:
-            dims.append((n, stride, t_radix * target_strides[t_axis - 1]))
+            dims.append((n, stride, t_radix * target_strides[t_axis - 1] if t_axis > 0 else 0))
     dims = merge_dims(dims)
-    tensor = piece.s_origin[0] - first if source_start is not None else 0
     heads = [(source_offset, target_offset)]
     while len(dims) > MAX_DIMS:
-        n, source_stride, target_stride = dims.pop(min(range(len(dims)), key=lambda d: dims[d][0]))  # fewest moves
+        movable = [d for d in range(len(dims)) if dims[d][2]]  # a block stays in one move
+        n, source_stride, target_stride = dims.pop(min(movable, key=lambda d: dims[d][0]))  # fewest moves
         heads = [(s + k * source_stride, t + k * target_stride) for s, t in heads for k in range(n)]
     return [
         Template(
-            family,
-            shard,
+            part.family,
+            part.shard,
             piece.steps,
             tuple(dims),
             s,

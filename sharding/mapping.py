@@ -8,7 +8,20 @@ from collections.abc import Iterator, Mapping as AbstractMapping
 from typing import NamedTuple
 
 from shardfly_jax.sharding.errors import LanguageError
-from shardfly_jax.sharding.language import Alias, Expr, FamilyIndex, Index, Src, Stack, children, outer_fuse, rewrite
+from shardfly_jax.sharding.language import (
+    Alias,
+    Expr,
+    FamilyIndex,
+    Index,
+    Quantize,
+    ScaleOf,
+    Src,
+    Stack,
+    children,
+    outer_fuse,
+    quantized,
+    rewrite,
+)
 from shardfly_jax.sharding.patterns import FAMILY, NamePattern, name_pattern, name_shape
 
 
@@ -35,6 +48,8 @@ class Mapping(AbstractMapping[str, Expr]):
             pattern = name_pattern(text)
             try:
                 outer_fuse(expr)
+                if quantized(expr) is not None and not isinstance(expr, Quantize):
+                    raise LanguageError("quantize: astype follows, but codes keep their dtype. Cast before.")
             except LanguageError as error:
                 raise LanguageError(f"mapping: {text!r}: {error}") from None
             if unbound := sorted(_variables(expr) - set(pattern.variables)):
@@ -91,7 +106,7 @@ def _variables(expr: Expr) -> set[str]:
     todo = [expr]
     while todo:
         node = todo.pop()
-        if isinstance(node, Src | Alias):
+        if isinstance(node, Src | Alias | ScaleOf):
             found |= set(name_pattern(node.name).variables)
         if isinstance(node, Index):
             found |= {item.value.variable for item in node.items if isinstance(item, FamilyIndex)}
@@ -114,7 +129,7 @@ def bind(text: str, expr: Expr, values: AbstractMapping[str, int]) -> Bound:
         return Bound(pattern, expr)
 
     def leaf(node: Expr) -> Expr | None:
-        if isinstance(node, Src | Alias):
+        if isinstance(node, Src | Alias | ScaleOf):
             return type(node)(name_pattern(node.name).bind(values))
         if isinstance(node, Index):
             items = tuple(bound_item(item, values) for item in node.items)
@@ -143,6 +158,45 @@ def bound_item(item: int | slice | FamilyIndex, values: AbstractMapping[str, int
             raise LanguageError(f"index: {{{item.value}}} is {index}, which is before the first element")
         return index
     return item
+
+
+def reads_scales(expr: Expr) -> bool:
+    """Whether an expression has a `scale_of`."""
+    return isinstance(expr, ScaleOf) or any(reads_scales(child) for child in children(expr))
+
+
+def resolve_other(mapping: Mapping, node: Alias | ScaleOf, names: AbstractMapping[int, str]) -> Expr:
+    """The expression of the target that an alias or `scale_of` names, in terms of the reader's own family variable.
+
+    Args:
+      names: The reader's members.
+
+    Raises:
+      LanguageError: There is no such expression.
+    """
+    what = "the alias' target" if isinstance(node, Alias) else "the quantized target"
+    first = min(names)
+    member = name_pattern(node.name).format({FAMILY: first})
+    found = mapping.candidates(member)
+    if len(found) != 1:
+        raise LanguageError(f"{what} {member!r} is mapped {len(found)} times, but it must be mapped once")
+    text, values = found[0]
+    literal = name_pattern(node.name).is_literal
+    for i in () if literal else names:
+        other = name_pattern(node.name).format({FAMILY: i})
+        if [entry for entry, _ in mapping.candidates(other)] != [text]:
+            raise LanguageError(f"{what} {other!r} has another entry than {member!r}. Write one for each entry")
+    if not literal and values.get(FAMILY) != first:
+        raise LanguageError(f"{what} {member!r} counts layers differently. Write its expression again")
+    if literal:
+        expr = bind(text, mapping[text], {k: v for k, v in values.items() if k != FAMILY}).expr
+        if FAMILY in values:
+            raise LanguageError(f"{what} {member!r} is one layer of {text!r}. Write its expression again")
+    else:
+        expr = bind(text, mapping[text], values).expr
+    if isinstance(expr, Alias):
+        raise LanguageError(f"{what} {member!r} is itself an alias")
+    return expr
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> str | None:

@@ -10,6 +10,9 @@ A row is a *template*: one record stands for all layers of a family. Its k-th ex
 
 Offsets and strides count elements of local buffers, 64-bit. A row whose source rank is a rollout rank *forwards* bytes
 that an earlier row brought there. A fill has no source (family and rank -1).
+
+Dimensions with a target stride of 0 are reduced over: the conversion takes the largest absolute value of each block.
+A row that writes a staging buffer replaces what is there by the larger of both; staging begins as zeros.
 """
 
 from __future__ import annotations
@@ -48,10 +51,11 @@ class Move(NamedTuple):
     order: int
     order_step: int
     order_span: int
+    block: int
 
 
 NARROW = ("source_family", "source_rank", "target_family", "target_rank", "count", "convert", "band", "hop",
-          "source_tensor", "source_tensor_step", "target_tensor", "target_tensor_step")  # fmt: skip
+          "source_tensor", "source_tensor_step", "target_tensor", "target_tensor_step", "block")  # fmt: skip
 VECTORS = ("extents", "source_strides", "target_strides")
 
 
@@ -69,6 +73,7 @@ class MoveTable:
       hop: 0 from a trainer, 1 from a root, and so on.
       order, order_step, order_span: The k-th expansion occupies the order numbers from `order + k * order_step`, its
         chunks spread evenly over `order_span`. Dependencies always point to smaller numbers.
+      block: Where the maxima of the blocks of an encoding row lie, an index into the plan's blocks; -1 elsewhere.
     """
 
     columns: dict[str, np.ndarray]
@@ -128,6 +133,11 @@ class MoveTable:
     def size(self) -> np.ndarray:
         """Elements of one expansion of each row."""
         return self.columns["extents"].prod(axis=1)
+
+    @property
+    def written(self) -> np.ndarray:
+        """Elements that one expansion of each row writes: fewer than it reads where it reduces."""
+        return np.where(self.columns["target_strides"] != 0, self.columns["extents"], 1).prod(axis=1)
 
     @property
     def nbytes(self) -> int:
@@ -200,10 +210,16 @@ def source_view(move: Move, k: int) -> View:
 
 
 def target_view(move: Move) -> View:
-    """What each expansion of a move writes."""
-    return View(move.target_offset, move.extents, move.target_strides)
+    """What each expansion of a move writes; of extent 1 where it reduces."""
+    extents = tuple(n if step else 1 for n, step in zip(move.extents, move.target_strides, strict=True))
+    return View(move.target_offset, extents, move.target_strides)
+
+
+def reduced_axes(move: Move) -> tuple[int, ...]:
+    """The dimensions that a move reduces over."""
+    return tuple(axis for axis, step in enumerate(move.target_strides) if not step)
 
 
 def move_size(move: Move) -> int:
-    """Elements of one expansion."""
-    return math.prod(move.extents)
+    """Elements that one expansion writes."""
+    return math.prod(target_view(move).extents)

@@ -229,6 +229,8 @@ class _Templates:
 
 def why_unsupported(plan: Plan) -> str | None:
     """Why the kernel cannot do some conversion of a plan; None if it can do all."""
+    if any(conversion.reduces or conversion.encodes is not None for conversion in plan.conversions):
+        return "the plan quantizes, which the kernel does not do yet"
     floats = {"float32", "bfloat16", "float16"}
     for conversion in plan.conversions:
         plain = conversion.is_bits or (isinstance(conversion.steps[0], Fill) and len(conversion.steps) == 1)

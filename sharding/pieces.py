@@ -7,8 +7,9 @@ A value of the mapping language is a list of pieces that tile it. A piece walks 
     source[a] = s_origin[a] + sum of k_d * s_radix_d over digits d with s_axis_d == a
 
 Axis 0 on both sides is the virtual axis of the family; axis `a` of the tensor is `a + 1`. A digit with `s_axis == -1`
-leaves the source where it is (repeats, fills). A piece without a source is a fill. Radices may be negative on the
-source side (reversed slices), never on the target side.
+leaves the source where it is (repeats, fills). A digit with `t_axis == -1` and radix 0 leaves the target where it is:
+its steps lie within one block, of which the target holds the scale. A piece without a source is a fill. Radices may be
+negative on the source side (reversed slices), never on the target side.
 
 No operation ever looks at elements: the cost follows the number of boxes and of irregular cuts.
 """
@@ -182,6 +183,35 @@ def split_axis(piece: Piece, axis: int, inner: int, inner_axis: int) -> list[Pie
         for part in clip(piece, TARGET, axis, start, stop)
         for done in split_axis(part, axis, inner, inner_axis)
     ]
+
+
+def split_blocks(piece: Piece, axis: int, block: int) -> list[Piece]:
+    """Cuts a piece so that every digit of a target axis moves by whole blocks, or stays within one."""
+    spare = len(piece.t_origin)
+    out = []
+    for part in split_axis(piece._replace(t_origin=(*piece.t_origin, 0)), axis, block, spare):
+        digits = []
+        for d in part.digits:
+            if d.t_axis == axis:
+                d = d._replace(t_radix=d.t_radix * block)
+            elif d.t_axis == spare:
+                d = d._replace(t_axis=axis)
+            digits.append(d)
+        origin = list(part.t_origin)
+        origin[axis] = origin[axis] * block + origin.pop()
+        out.append(part._replace(t_origin=tuple(origin), digits=tuple(digits)))
+    return out
+
+
+def outside(piece: Piece, box: tuple[tuple[int, int], ...]) -> list[Piece]:
+    """The parts of a piece outside a box of target coordinates, whose first range is that of axis 0."""
+    out, inside = [], [piece]
+    for axis, (lo, hi) in enumerate(box):
+        for part in inside:
+            start, stop = span(part, TARGET, axis)
+            out += clip(part, TARGET, axis, start, min(lo, stop)) + clip(part, TARGET, axis, max(hi, start), stop)
+        inside = [kept for part in inside for kept in clip(part, TARGET, axis, lo, hi)]
+    return out
 
 
 def _flip(piece: Piece, axis: int, last: int) -> Piece:

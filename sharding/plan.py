@@ -18,12 +18,14 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from shardfly_jax.sharding import codec
+from shardfly_jax.sharding.blocking import STAGING
 from shardfly_jax.sharding.errors import PlanFileError
 from shardfly_jax.sharding.formats import Conversion, itemsize
-from shardfly_jax.sharding.moves import Move, MoveTable, move_size
+from shardfly_jax.sharding.lowering import BlockView
+from shardfly_jax.sharding.moves import Key, Move, MoveTable, move_size, target_key
 from shardfly_jax.sharding.problem import Family
 
-FILE_FORMAT = 1
+FILE_FORMAT = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,9 +48,10 @@ class Plan:
     """Which bytes go from where to where, converted how, forwarded along which replicas, in what order.
 
     Attributes:
-      families: Targets, then sources.
+      families: Targets, then sources, then staging.
       moves: The table of moves, in order of their first expansion.
       conversions: What the `convert` column names.
+      blocks: What the `block` column names.
       bands: int64; bytes of each band, which must all have arrived before it is forwarded.
       source_ranks, target_ranks: Trainers are ranks 0 to `source_ranks`; rollouts follow.
       replicas: In rank order.
@@ -58,6 +61,7 @@ class Plan:
     families: tuple[Family, ...]
     moves: MoveTable
     conversions: tuple[Conversion, ...]
+    blocks: tuple[BlockView, ...]
     bands: np.ndarray
     source_ranks: int
     target_ranks: int
@@ -75,7 +79,12 @@ class Plan:
     @property
     def source_families(self) -> tuple[int, ...]:
         """Indices of the families that are read."""
-        return tuple(k for k, family in enumerate(self.families) if family.expr is None)
+        return tuple(k for k, family in enumerate(self.families) if family.expr is None and family.tree != STAGING)
+
+    @property
+    def staging_families(self) -> tuple[int, ...]:
+        """Indices of the families of slots, which hold the maxima of blocks while an update runs."""
+        return tuple(k for k, family in enumerate(self.families) if family.tree == STAGING)
 
     @property
     def target_families(self) -> tuple[int, ...]:
@@ -86,19 +95,39 @@ class Plan:
     def row_nbytes(self) -> np.ndarray:
         """int64 [rows]: bytes written by all expansions of each row, after conversion."""
         sizes = np.array([itemsize(conversion.target) for conversion in self.conversions], np.int64)
-        return self.moves.size * self.moves.count * sizes[self.moves.convert]
+        return self.moves.written * self.moves.count * sizes[self.moves.convert]
+
+    @cached_property
+    def slot_reads(self) -> tuple[np.ndarray, np.ndarray]:
+        """Maxima of blocks that rows read from slots.
+
+        Returns:
+          int64 [rows], twice: the rank that owns the slots, -1 where none are read; and bytes, each slot once.
+        """
+        owner, nbytes = np.full(len(self.moves), -1, np.int64), np.zeros(len(self.moves), np.int64)
+        for row in np.nonzero(self.moves.block >= 0)[0].tolist():
+            view = self.blocks[self.moves.block[row]]
+            if view.family >= 0:
+                extents = self.moves.extents[row].tolist()[: len(view.strides)]
+                across = math.prod(n for n, step in zip(extents, view.strides, strict=True) if step)
+                itemsize_ = self.families[view.family].layout.itemsize
+                owner[row], nbytes[row] = view.rank, across * itemsize_ * int(self.moves.count[row])
+        return owner, nbytes
 
     def traffic(self) -> np.ndarray:
         """Payload between ranks.
 
         Returns:
           int64 [ranks, ranks], bytes from row to column. The diagonal holds copies within a rank (aliases with a buffer
-          of their own); fills are not traffic.
+          of their own); fills are not traffic. The maxima of blocks that trainers tell each other are.
         """
         moving = self.moves.source_rank >= 0
         cell = self.moves.source_rank[moving].astype(np.int64) * self.ranks + self.moves.target_rank[moving]
         matrix = np.zeros(self.ranks * self.ranks, np.int64)
         np.add.at(matrix, cell, self.row_nbytes[moving])
+        owner, read = self.slot_reads
+        told = (owner >= 0) & moving
+        np.add.at(matrix, owner[told] * self.ranks + self.moves.source_rank[told], read[told])
         return matrix.reshape(self.ranks, self.ranks)
 
     @cached_property
@@ -109,8 +138,14 @@ class Plan:
 
     @cached_property
     def egress_nbytes(self) -> int:
-        """Bytes that the trainers send: each distinct byte once, whatever the number of replicas."""
-        return int(self.traffic()[: self.source_ranks].sum())
+        """Bytes that the trainers send to rollouts: each distinct byte once, whatever the number of replicas."""
+        return int(self.traffic()[: self.source_ranks, self.source_ranks :].sum())
+
+    @cached_property
+    def exchange_nbytes(self) -> int:
+        """Bytes of block maxima that trainers tell each other."""
+        among = self.traffic()[: self.source_ranks, : self.source_ranks]
+        return int(among.sum() - np.trace(among))
 
     @cached_property
     def broadcast_nbytes(self) -> int:
@@ -128,12 +163,13 @@ class Plan:
     @cached_property
     def target_nbytes(self) -> int:
         """Bytes of all target shards on all ranks."""
-        return int(self.row_nbytes.sum())
+        return int(self.row_nbytes[~np.isin(self.moves.target_family, self.staging_families)].sum())
 
-    @property
+    @cached_property
     def staging_nbytes(self) -> int:
-        """Temporary bytes that the plan needs beside sources and targets: none without quantization."""
-        return 0
+        """Temporary bytes that the plan needs beside sources and targets: one slot for each block that several source
+        shards or moves share."""
+        return sum(size * self.families[index].layout.itemsize for (index, _, _), size in staging_sizes(self).items())
 
     @cached_property
     def first_hop_nbytes(self) -> np.ndarray:
@@ -155,6 +191,7 @@ class Plan:
             "format": FILE_FORMAT,
             "families": [codec.family_to_json(family) for family in self.families],
             "conversions": [codec.conversion_to_json(conversion) for conversion in self.conversions],
+            "blocks": [list(view) for view in self.blocks],
             "source_ranks": self.source_ranks,
             "target_ranks": self.target_ranks,
             "replicas": [dataclasses.astuple(replica) for replica in self.replicas],
@@ -194,6 +231,23 @@ class Plan:
         return move_size(move) * itemsize(self.conversions[move.convert].target)
 
 
+def staging_sizes(plan: Plan) -> dict[Key, int]:
+    """Slots of each staging buffer, which begin every update as zeros."""
+    sizes = {}
+    for index in plan.staging_families:
+        family = plan.families[index]
+        (owner,) = family.layout.ranks
+        sizes.update({(index, tensor, owner): family.layout.local_size(owner) for tensor in range(family.count)})
+    return sizes
+
+
+def slot_key(plan: Plan, move: Move, k: int) -> Key:
+    """The slots that expansion `k` of an encoding move reads: those of the layer that it writes."""
+    view = plan.blocks[move.block]
+    family, tensor, _ = target_key(move, k)
+    return view.family, plan.families[family].first + tensor - plan.families[view.family].first, view.rank
+
+
 def load(path: str | Path | BinaryIO) -> Plan:
     """Reads a plan that `save` wrote.
 
@@ -215,6 +269,9 @@ def load(path: str | Path | BinaryIO) -> Plan:
             families=tuple(codec.family_from_json(item) for item in header["families"]),
             moves=MoveTable.from_columns(**arrays),
             conversions=tuple(codec.conversion_from_json(item) for item in header["conversions"]),
+            blocks=tuple(
+                BlockView(family, rank, offset, tuple(strides)) for family, rank, offset, strides in header["blocks"]
+            ),
             bands=bands,
             source_ranks=header["source_ranks"],
             target_ranks=header["target_ranks"],

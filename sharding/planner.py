@@ -34,28 +34,40 @@ def build_plan(problem: Problem, topology: Topology | None = None) -> Plan:
     where = places(groups, problem.families)
     rows = Rows(problem)
     faults: dict[str, None] = {}
-    for index, group in enumerate(groups):
+
+    def attempt(lower: Callable[[int, Group], None], index: int, group: Group) -> None:
         try:
-            rows.lower(index, group)
+            lower(index, group)
         except LanguageError as error:
             name = problem.families[group.members[0][0]].name(0)
             faults[f"misshapen: target {name!r}: {str(error).rstrip('.')}."] = None
+
+    for index, group in enumerate(groups):
+        attempt(rows.lower, index, group)
+    if not faults:
+        rows.quantized.settle()
+        for index, group in rows.quantized.scale_groups:
+            attempt(rows.lower_plain, index, group)
     if faults:
         raise PlanError(faults)
-    direct, bands = rows.expanded(groups, where, topology)
-    forwards = _forwards(groups, where, problem, rows.bit_conversion, rows.first_band)
-    table = MoveTable.merged([direct, *forwards])
-    del direct, forwards
+    late = rows.quantized.placed(where)
+    direct, served = rows.expanded(groups, late, topology)
+    tables = [direct, *_forwards(groups, late, problem, rows.bit_conversion, rows.first_band)]
+    if any(rows.quantized.users):
+        tables.append(rows.quantized.reductions(groups, where, served))
+    table = MoveTable.merged(tables)
+    del tables, direct
     replicas, base = [], problem.source_ranks
     for tree in problem.targets:
         parts = tree.replicas or {tree.name: tuple(range(tree.ranks))}
         replicas += [Replica(name, tree.name, tuple(rank + base for rank in ranks)) for name, ranks in parts.items()]
         base += tree.ranks
     return Plan(
-        families=tuple(problem.families),
+        families=(*problem.families, *rows.quantized.read_families()),
         moves=table,
         conversions=tuple(rows.conversions),
-        bands=np.array(bands, np.int64),
+        blocks=tuple(rows.quantized.views),
+        bands=np.array(rows.bands, np.int64),
         source_ranks=problem.source_ranks,
         target_ranks=problem.target_ranks,
         replicas=tuple(replicas),
@@ -113,7 +125,7 @@ def _forwards(
             count=(layers - j + period - 1) // period,
             source_tensor=layer - first[giver[:, 0]], source_tensor_step=period, source_offset_step=0,
             target_tensor=layer - first[taker[:, 0]], target_tensor_step=period, convert=bits(dtype),
-            band=first_band[index] + band, hop=depth,
+            band=first_band[index] + band, hop=depth, block=-1,
             order=place.order + j * place.layer_step + place.span * (round_ + 1) // group.rounds + depth * LAG,
             order_step=period * place.layer_step, order_span=0,
         ))  # fmt: skip

@@ -13,10 +13,20 @@ from collections.abc import Iterable, Mapping as AbstractMapping
 from shardfly_jax.sharding.errors import LanguageError, PlanError
 from shardfly_jax.sharding.formats import FLOAT_TO_INT, is_float, is_narrowing
 from shardfly_jax.sharding.inference import TensorType, infer
-from shardfly_jax.sharding.language import Alias, Astype, Expr, outer_fuse, sources
+from shardfly_jax.sharding.language import (
+    Alias,
+    Astype,
+    Expr,
+    Quantize,
+    ScaleOf,
+    outer_fuse,
+    rewrite,
+    sources,
+)
 from shardfly_jax.sharding.layouts import Layout, LocalTensors
-from shardfly_jax.sharding.mapping import Mapping, bind, matches
+from shardfly_jax.sharding.mapping import Mapping, bind, matches, reads_scales, resolve_other
 from shardfly_jax.sharding.patterns import FAMILY, name_pattern
+from shardfly_jax.sharding.quantized_targets import bound_quantize, scales
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -191,20 +201,61 @@ class Problem:
         if isinstance(expr, Alias):
             alias_of = expr.name
             try:
-                expr = _resolve_alias(mapping, expr, names)
+                expr = resolve_other(mapping, expr, names)
             except LanguageError as error:
                 self._fault("alias", tree, next(iter(names.values())), str(error).rstrip("."))
                 return
-        layouts: dict[int, Layout] = {}
+        meant: dict[int, tuple[Layout, Expr]] = {}
         shifted: dict[int, tuple[Layout, Layout]] = {}  # by identity: many names share one layout
+        has_scales = reads_scales(expr)
         for i in sorted(names):
-            layout = self._checked_layout(tree, names[i], expr, i)
-            if layout is not None:
-                if id(layout) not in shifted:
-                    shifted[id(layout)] = (layout, layout.shifted(base))
-                layouts[i] = shifted[id(layout)][1]
-        for first, stop in runs(list(layouts.items())):
-            self.families.append(Family(tree.name, pattern, first, stop - first, layouts[first], expr, alias_of))
+            try:
+                own = self._with_scales(tree, mapping, expr, names, i) if has_scales else expr
+            except (LanguageError, PlanError) as error:
+                self._fault("scale_of", tree, names[i], f"cannot be built: {str(error).rstrip('.')}")
+                continue
+            layout = self._checked_layout(tree, names[i], own, i)
+            if layout is None:
+                continue
+            if isinstance(own, Quantize):
+                try:
+                    own = self._bound(own, layout, i)
+                except LanguageError as error:
+                    self._fault("indivisible", tree, names[i], f"cannot be quantized: {str(error).rstrip('.')}")
+                    continue
+            if id(layout) not in shifted:
+                shifted[id(layout)] = (layout, layout.shifted(base))
+            meant[i] = shifted[id(layout)][1], own
+        for first, stop in runs(list(meant.items())):
+            layout, own = meant[first]
+            self.families.append(Family(tree.name, pattern, first, stop - first, layout, own, alias_of))
+
+    def _bound(self, expr: Quantize, layout: Layout, i: int) -> Quantize:
+        fused = outer_fuse(expr)
+        types = [infer(part, self._lookup, range(i, i + 1)) for part in fused.parts] if fused else []
+        return bound_quantize(expr, layout, [t.shape[fused.axis] for t in types] if fused else [])
+
+    def _with_scales(
+        self, tree: TargetTree, mapping: Mapping, expr: Expr, names: AbstractMapping[int, str], i: int
+    ) -> Expr:
+        """The expression with each `scale_of` replaced by what it means for layer `i`."""
+
+        def leaf(node: Expr) -> Expr | None:
+            if not isinstance(node, ScaleOf):
+                return None
+            payload = resolve_other(mapping, node, names)
+            member = name_pattern(node.name).format({FAMILY: i})
+            given = tree.tensors.get(member)
+            if not isinstance(payload, Quantize) or given is None:
+                what = "mapped without .quantize(...)" if given is not None else "no target here"
+                raise LanguageError(f"scale_of: {member!r} is {what}, but only a quantized target has scales")
+            layout = given
+            if isinstance(given, LocalTensors):
+                layout = given.whole(infer(payload, self._lookup, range(i, i + 1)).shape)
+            assert isinstance(layout, Layout)
+            return scales(self._bound(payload, layout, i), layout)
+
+        return rewrite(expr, leaf)
 
     def _checked_layout(self, tree: TargetTree, name: str, expr: Expr, i: int) -> Layout | None:
         try:
@@ -238,6 +289,11 @@ class Problem:
                 tree,
                 name,
                 f"has shape {shape}, which holds nothing. Leave it out of the target or list it in keep=",
+            )
+            return None
+        if isinstance(expr, Quantize) and layout.dtype != dtype:
+            self._fault(
+                "misshapen", tree, name, f"is {layout.dtype}, but its mapping quantizes to {dtype}. Give it that dtype"
             )
             return None
         if is_float(dtype) and not is_float(layout.dtype):
@@ -357,28 +413,6 @@ class Problem:
 
 class _MissingSource(LanguageError):
     pass
-
-
-def _resolve_alias(mapping: Mapping, alias: Alias, names: AbstractMapping[int, str]) -> Expr:
-    """The expression behind an alias, in terms of the alias' own family variable."""
-    first = min(names)
-    member = name_pattern(alias.name).format({FAMILY: first})
-    found = mapping.candidates(member)
-    if len(found) != 1:
-        raise LanguageError(f"the alias' target {member!r} is mapped {len(found)} times, but it must be mapped once")
-    text, values = found[0]
-    literal = name_pattern(alias.name).is_literal
-    if not literal and values.get(FAMILY) != first:
-        raise LanguageError(f"the alias' target {member!r} counts layers differently. Write its expression again")
-    if literal:
-        expr = bind(text, mapping[text], {k: v for k, v in values.items() if k != FAMILY}).expr
-        if FAMILY in values:
-            raise LanguageError(f"the alias' target {member!r} is one layer of {text!r}. Write its expression again")
-    else:
-        expr = bind(text, mapping[text], values).expr
-    if isinstance(expr, Alias):
-        raise LanguageError(f"the alias' target {member!r} is itself an alias")
-    return expr
 
 
 def runs[T](items: list[tuple[int, T]]) -> list[tuple[int, int]]:

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardfly_jax.sharding.language import Expr
+from shardfly_jax.sharding.language import Expr, quantized
 from shardfly_jax.sharding.layouts import Box, box_shape
 from shardfly_jax.sharding.problem import Problem
 from shardfly_jax.sharding.topology import Topology
 
 BAND_NBYTES = 16 << 20
-"""A forwarded unit is at most this large."""
+"""A forwarded unit is at most this large, unless one block is larger."""
 SMALLEST_BAND_NBYTES = 64 << 10
 """Boxes are cut so that several members are roots at once, down to bands of this size."""
 MAX_ROOTS = 16
@@ -174,7 +174,7 @@ def _cut_bands(group: Group, rank_nbytes: int) -> None:
     rounds = min(-(-nbytes * (members - 1) * 100 // (rank_nbytes * percent)), most)
     per_root = max(-(-nbytes // (BAND_NBYTES * roots)), rounds)
     axes = sorted(range(len(group.box)), key=lambda a: (-group.strides[a], a))
-    boxes = _cut(group.box, axes, per_root * roots)
+    boxes = _cut(group.box, axes, per_root * roots, _grains(group))
     if len(boxes) % roots:  # an axis too short to be cut evenly
         return
     group.bands, group.roots = [], roots
@@ -186,21 +186,36 @@ def _cut_bands(group: Group, rank_nbytes: int) -> None:
     group.rounds = min(rounds, group.bands_per_root)
 
 
-def _cut(box: Box, axes: Sequence[int], count: int) -> list[Box]:
+def _grains(group: Group) -> tuple[int, ...]:
+    """What bands are multiples of, per axis: the blocks of a quantized group, which are encoded in one piece."""
+    expr = quantized(group.expr)
+    if expr is None:
+        return (1,) * len(group.box)
+    whole = [hi - lo for lo, hi in group.box[-2:]]
+    sizes = zip(expr.format.block, expr.segments, whole, strict=True)
+    return (*(1,) * (len(group.box) - 2), *(n if block is None or cut else block for block, cut, n in sizes))
+
+
+def _cut(box: Box, axes: Sequence[int], count: int, grains: Sequence[int]) -> list[Box]:
     """About `count` contiguous parts of a box: along its outermost axis, and further in where that one is too short."""
-    while axes and box[axes[0]][1] - box[axes[0]][0] == 1:
+
+    def units(axis: int) -> int:
+        return -(-(box[axis][1] - box[axis][0]) // grains[axis])
+
+    while axes and units(axes[0]) == 1:
         axes = axes[1:]
     if count <= 1 or not axes:
         return [box]
     axis, (lo, hi) = axes[0], box[axes[0]]
-    parts = min(count, hi - lo)
+    n, least = units(axis), grains[axis]
+    parts = min(count, n)
     # edges on multiples of a power of two keep runs aligned on the other side of a transpose
-    grain = next(g for g in (128, 64, 32, 16, 8, 4, 2, 1) if g == 1 or (hi - lo) // parts >= 16 * g)
-    edges = [lo + k * (hi - lo) // parts // grain * grain for k in range(parts)] + [hi]
+    grain = next(g for g in (128, 64, 32, 16, 8, 4, 2, 1) if g == 1 or n // parts >= 16 * g)
+    edges = [lo + k * n // parts // grain * grain * least for k in range(parts)] + [hi]
     cut = [(*box[:axis], edge, *box[axis + 1 :]) for edge in itertools.pairwise(edges)]
     if parts == count:
         return cut
-    return [inner for part in cut for inner in _cut(part, axes[1:], -(-count // parts))]
+    return [inner for part in cut for inner in _cut(part, axes[1:], -(-count // parts), grains)]
 
 
 def _choose_roots(groups: list[Group]) -> None:

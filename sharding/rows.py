@@ -10,9 +10,11 @@ import numpy as np
 from shardfly_jax.sharding.denotation import denote
 from shardfly_jax.sharding.errors import LanguageError
 from shardfly_jax.sharding.formats import Conversion, Step, conversion
+from shardfly_jax.sharding.language import quantized
 from shardfly_jax.sharding.lowering import MAX_DIMS, Lowerer, SourceShards, Template
 from shardfly_jax.sharding.moves import MoveTable
 from shardfly_jax.sharding.problem import Problem
+from shardfly_jax.sharding.quantized_rows import QuantizedRows, reads_scales
 from shardfly_jax.sharding.routing import Band, Group, choose_sources
 from shardfly_jax.sharding.schedule import Place
 from shardfly_jax.sharding.topology import Topology
@@ -32,8 +34,9 @@ from shardfly_jax.sharding.topology import Topology
     SOURCE_OFFSET_STEP,
     LAYER,
     LAYER_STEP,
+    BLOCK,
     _WIDTH,
-) = range(14)
+) = range(15)
 EXTENTS = slice(_WIDTH, _WIDTH + MAX_DIMS)
 SOURCE_STRIDES = slice(EXTENTS.stop, EXTENTS.stop + MAX_DIMS)
 TARGET_STRIDES = slice(SOURCE_STRIDES.stop, SOURCE_STRIDES.stop + MAX_DIMS)
@@ -50,7 +53,8 @@ class Rows:
         self.templates: list[np.ndarray] = []
         self.first_band: list[int] = []
         self.bands: list[int] = []
-        self._shards = functools.lru_cache(maxsize=None)(self._shards_of)
+        self.shards = functools.lru_cache(maxsize=None)(self._shards_of)
+        self.quantized = QuantizedRows(self)
         self._lowerer = functools.lru_cache(maxsize=4)(self._make_lowerer)
 
     def bit_conversion(self, dtype: str) -> int:
@@ -59,7 +63,23 @@ class Rows:
     def _conversion(self, source: str, steps: tuple[Step, ...], target: str) -> int:
         return self.conversions.setdefault(conversion(source, steps, target), len(self.conversions))
 
+    def convert_of(self, t: Template, target_dtype: str) -> int:
+        """Index of the conversion that a template needs."""
+        base = len(self.problem.families)
+        families = self.problem.families if t.family < base else self.quantized.families
+        source = families[t.family % base].layout.dtype if t.family >= 0 else target_dtype
+        return self._conversion(source, t.steps, target_dtype)  # type: ignore[arg-type]
+
+    def holders_of(self, family: int, shard: int) -> tuple[int, ...]:
+        """Ranks that hold a shard of a source family; none for a fill."""
+        return self.holders[self.first_holder[family] + shard] if family >= 0 else ()
+
     def _shards_of(self, name: str) -> list[SourceShards]:
+        slots = self.quantized.slot_shards(name)
+        if slots is not None:
+            self.first_holder[slots[0].family] = len(self.holders)
+            self.holders += [self.quantized.families[slots[0].family - len(self.problem.families)].layout.ranks]
+            return slots
         out = []
         for index in self.problem.source_families[name]:
             family = self.problem.families[index]
@@ -72,8 +92,14 @@ class Rows:
         return out
 
     def _make_lowerer(self, expr: object, layers: tuple[int, int], cuts: tuple[tuple[int, int], ...]) -> Lowerer:
-        value = denote(expr, self.problem._lookup, range(*layers), cuts)  # type: ignore[arg-type]
-        return Lowerer(value, self._shards)
+        value = denote(
+            expr,  # type: ignore[arg-type]
+            self.problem._lookup,
+            range(*layers),
+            cuts,
+            lambda scales: self.quantized.scales_of(scales, layers),
+        )
+        return Lowerer(value, self.shards)
 
     def lower(self, index: int, group: Group) -> None:
         """Adds the templates of one group.
@@ -81,23 +107,32 @@ class Rows:
         Raises:
           LanguageError: Its elements are not written exactly once.
         """
-        lowerer = self._lowerer(group.expr, group.layers, group.cuts)
-        origin = tuple(lo for lo, _ in group.box)
-        target_dtype = self.problem.families[group.members[0][0]].layout.dtype
         self.first_band.append(len(self.bands) if group.is_forwarded else -1)
         if group.is_forwarded:
             self.bands += [band.size * group.itemsize for band in group.bands]
+        expr = quantized(group.expr)
+        if expr is not None:
+            self.templates.append(self.quantized.lower(index, group, expr))
+        elif reads_scales(group.expr):
+            self.quantized.scale_groups.append((index, group))
+        else:
+            self.lower_plain(index, group)
+
+    def lower_plain(self, index: int, group: Group) -> None:
+        """Adds the templates of one group that encodes nothing.
+
+        Raises:
+          LanguageError: Its elements are not written exactly once.
+        """
+        lowerer = self._lowerer(group.expr, group.layers, group.cuts)
+        origin = tuple(lo for lo, _ in group.box)
+        target_dtype = self.problem.families[group.members[0][0]].layout.dtype
 
         def lowered(band: Band, number: int) -> np.ndarray:
             made = lowerer.lower_box(band.box, group.strides, group.layers, origin)
-            written, wanted = sum(t.size * t.count for t in made), band.size * group.n_layers
-            if written != wanted:
-                how = "leave out" if written < wanted else "overlap in"
-                raise LanguageError(
-                    f"the boxes of its sources {how} {abs(wanted - written)} of {wanted} elements. Give source "
-                    "boxes that tile each tensor"
-                )
-            return np.array([self._flat(index, number, t, target_dtype) for t in made], np.int64)
+            self.check_tiled(sum(t.size * t.count for t in made), band.size * group.n_layers)
+            self.quantized.note_readers(index, made)
+            return self.stacked([self.flat(index, number, t, target_dtype) for t in made])
 
         whole = lowered(Band(group.box, 0, sum(band.size for band in group.bands)), 0)
         cut = _cut_at_bands(whole, [band.offset for band in group.bands[1:]])
@@ -105,24 +140,42 @@ class Rows:
             cut = np.concatenate([lowered(band, number) for number, band in enumerate(group.bands)])
         self.templates.append(cut)
 
-    def _flat(self, group: int, band: int, t: Template, target_dtype: str) -> tuple[int, ...]:
-        source_dtype = self.problem.families[t.family].layout.dtype if t.family >= 0 else target_dtype
-        convert = self._conversion(source_dtype, t.steps, target_dtype)  # type: ignore[arg-type]
+    def check_tiled(self, written: int, wanted: int) -> None:
+        """Raises:
+        LanguageError: Not every element is written exactly once.
+        """
+        if written != wanted:
+            how = "leave out" if written < wanted else "overlap in"
+            raise LanguageError(
+                f"the boxes of its sources {how} {abs(wanted - written)} of {wanted} elements. Give source "
+                "boxes that tile each tensor"
+            )
+
+    def stacked(self, flats: Sequence[tuple[int, ...]]) -> np.ndarray:
+        """Templates as rows of integers."""
+        return np.array(flats, np.int64).reshape(len(flats), TARGET_STRIDES.stop)
+
+    def flat(self, group: int, band: int, t: Template, target_dtype: str) -> tuple[int, ...]:
+        """A template as a row of integers."""
+        convert = self.convert_of(t, target_dtype)
         pad = MAX_DIMS - len(t.dims)
         extents, source_strides, target_strides = zip(*t.dims, strict=True) if t.dims else ((), (), ())
         shard = self.first_holder[t.family] + t.shard if t.family >= 0 else -1
         return (
             group, band, t.family, shard, convert, t.source_offset, t.target_offset, t.count, t.source_tensor,
-            t.source_tensor_step, t.source_offset_step, t.layer, t.layer_step,
+            t.source_tensor_step, t.source_offset_step, t.layer, t.layer_step, self.quantized.view(t.block),
             *extents, *(1,) * pad, *source_strides, *(0,) * pad, *target_strides, *(0,) * pad,
         )  # fmt: skip
 
     def expanded(
         self, groups: Sequence[Group], where: Sequence[Place], topology: Topology | None
-    ) -> tuple[MoveTable, list[int]]:
+    ) -> tuple[MoveTable, dict[tuple[int, int], int]]:
         """One row per template and root; sources chosen.
 
         A template of `count` layers whose roots rotate with period p becomes p rows of every p-th layer.
+
+        Returns:
+          The rows, and the rank that serves each (slots' family, shard) to be encoded.
         """
         table = np.concatenate(self.templates)
         self.templates.clear()
@@ -180,8 +233,13 @@ class Rows:
             order=order + since_first * layer_step + span * round_ // rounds + spread,
             order_step=step * layer_step,
             order_span=span // rounds,
+            block=t[:, BLOCK],
         )
-        return columns, self.bands
+        served: dict[tuple[int, int], int] = {}
+        slots_of_view = [view.family for view in self.quantized.views]
+        for at in np.nonzero(t[:, BLOCK] >= 0)[0].tolist():
+            served.setdefault((slots_of_view[int(t[at, BLOCK])], int(t[at, SHARD])), int(source[at]))
+        return columns, served
 
 
 def _cut_at_bands(rows: np.ndarray, edges: Sequence[int]) -> np.ndarray | None:

@@ -103,8 +103,14 @@ def _flows(plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, 
     """Slot, hop, source, target and bytes: moves expanded, chunked, summed; sorted by slot, then hop."""
     moves = plan.moves
     wire = np.nonzero((moves.source_rank >= 0) & (moves.source_rank != moves.target_rank))[0]
+    owner, read = plan.slot_reads  # maxima of blocks go from their owner to those who encode
+    told = np.nonzero((owner >= 0) & (moves.source_rank >= 0) & (owner != moves.source_rank))[0]
+    source = np.concatenate([moves.source_rank[wire], owner[told]])
+    target = np.concatenate([moves.target_rank[wire], moves.source_rank[told]])
+    nbytes_of_row = np.concatenate([plan.row_nbytes[wire], read[told]])
+    wire = np.concatenate([wire, told])
     count = moves.count[wire].astype(np.int64)
-    each = plan.row_nbytes[wire] // count
+    each = nbytes_of_row // count
     chunks = np.clip(each // CHUNK_NBYTES, 1, SLOTS)
     row = np.repeat(np.arange(len(wire)), count * chunks)
     index = np.arange(len(row)) - np.repeat(np.cumsum(count * chunks) - count * chunks, count * chunks)
@@ -114,7 +120,7 @@ def _flows(plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, 
     )
     hops = int(moves.hop.max(initial=0)) + 1
     stage = order // LAG * hops + moves.hop[wire][row]
-    key = (stage * plan.ranks + moves.source_rank[wire][row]) * plan.ranks + moves.target_rank[wire][row]
+    key = (stage * plan.ranks + source[row]) * plan.ranks + target[row]
     unique, inverse = np.unique(key, return_inverse=True)
     nbytes = np.bincount(inverse, (each / chunks)[row])
     stage, pair = unique // plan.ranks**2, unique % plan.ranks**2

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from random_problems import fill, local_buffer
@@ -42,6 +43,26 @@ def assert_same_bits(have: Any, want: np.ndarray, what: str = "") -> None:
     assert (have.shape, have.dtype) == (want.shape, want.dtype), what
     wrong = np.flatnonzero(bits(have) != bits(want))
     assert not len(wrong), f"{what}: {len(wrong)} of {want.nbytes} bytes differ, the first at {wrong[0]}"
+
+
+# Quantization
+
+
+def by_hand(x: np.ndarray, floor: float = 1e-4) -> tuple[np.ndarray, np.float32]:
+    """Codes and scale of one block, by vLLM's formula."""
+    wide = x.astype(np.float32)
+    scale = np.float32(max(np.abs(wide).max(), np.float32(floor)) / np.float32(448))
+    return np.clip(wide * (np.float32(1) / scale), -448, 448).astype(ml_dtypes.float8_e4m3fn), scale
+
+
+def blocks_by_hand(x: np.ndarray, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales of a matrix, block by block."""
+    n, k = x.shape
+    codes, scales = np.empty(x.shape, ml_dtypes.float8_e4m3fn), np.empty((-(-n // rows), -(-k // columns)), np.float32)
+    for a, b in np.ndindex(scales.shape):
+        at = slice(a * rows, (a + 1) * rows), slice(b * columns, (b + 1) * columns)
+        codes[at], scales[a, b] = by_hand(x[at])
+    return codes, scales
 
 
 # Pure planning
@@ -78,7 +99,7 @@ def replayed(plan: Plan, arrays: Mapping[str, np.ndarray]) -> dict[tuple[str, in
     buffers: dict[tuple[int, int, int], np.ndarray] = {}
     writes: dict[tuple[int, int, int], np.ndarray] = {}
     for index, family in enumerate(plan.families):
-        for tensor, name in enumerate(family.names):
+        for tensor, name in enumerate(family.names if index not in plan.staging_families else ()):
             for rank in family.layout.ranks:
                 key, layout = (index, tensor, rank), family.layout
                 if family.expr is None:

@@ -100,6 +100,13 @@ def test_every_engine_can_be_explained(
     assert ranks in capsys.readouterr().out
 
 
+def test_a_quantized_rollout_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", *ROUTE[:-1], ROUTE[5] + ",fp8=1"]) == 0
+    text = capsys.readouterr().out
+    assert "Fp8Block per block" in text
+    assert "weight_scale" in text
+
+
 def test_models_lists_every_model_and_who_has_a_mapping(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[4:]]
@@ -146,6 +153,7 @@ def change(index: int, value: str) -> list[str]:
         (["rl", "--learning-rate", "0"], "positive"),
         (["rl", "--learning-rate", "fast"], "positive"),
         (["rl", "--prompts", "3", "--completions", "5"], "even number"),
+        (["demo", "--format", "fp3"], "fp8_block"),
     ],
 )
 def test_a_wrong_argument_is_one_line_that_says_what_is_allowed(
@@ -174,15 +182,16 @@ def test_a_further_engine_is_an_entry(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert plan().digest[:12] in capsys.readouterr().out
 
 
-def test_the_demo_gets_model_and_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_gets_model_updates_and_format(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     fake = types.ModuleType("shardfly_jax.demo")
-    fake.run = lambda model, updates: calls.append((model, updates)) or 5  # type: ignore[attr-defined]
+    fake.run = lambda model, updates, format: calls.append((model, updates, format)) or 5  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "shardfly_jax.demo", fake)
     monkeypatch.setattr(sf, "demo", fake, raising=False)
     assert main(["demo", "--model", "Qwen3-8B", "--updates", "1"]) == 5
     assert main(["demo"]) == 5
-    assert calls == [("Qwen3-8B", 1), ("Qwen3-0.6B", 3)]
+    assert main(["demo", "--format", "fp8_block"]) == 5
+    assert calls == [("Qwen3-8B", 1, None), ("Qwen3-0.6B", 3, None), ("Qwen3-0.6B", 3, "fp8_block")]
 
 
 def test_the_demo_runs_on_eight_cpu_devices_by_default() -> None:

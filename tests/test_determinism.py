@@ -38,9 +38,12 @@ MAPPING = {
         sf.src("layers.{i}.k").repeat(2, axis=1).rearrange("d n h -> (n h) d"), axis=0,
     ),
     "h.{i}.experts.{e}": sf.src("moe")["{i}", "{e}"].rearrange("a b -> b a").scale(1 / 3),
+    "h.{i}.q": sf.src("layers.{i}.q").rearrange("d n h -> (n h) d").quantize(sf.formats.Fp8Channel()),
+    "h.{i}.q_scale": sf.scale_of("h.{i}.q").rearrange("n 1 -> n"),
     "h.{i}.norm": sf.src("layers.{i}.norm"),
     "embed": sf.src("embed").pad([(0, 6), (0, 0)]).astype("bfloat16"),
     "head": sf.alias("embed"),
+    "tail": sf.alias("embed"),
 }  # fmt: skip
 
 
@@ -53,12 +56,14 @@ def rich_plan(order: int = 1, container: type = dict, topology: sf.Topology | No
     """
     source = {"embed": like(TRAINER, (250, 16), "float32", "tp", "fsdp")}
     source["moe"] = like(TRAINER, (LAYERS, 4, 8, 16), "float32", None, "fsdp", None, "tp")
-    target = {name: like(ROLLOUT, (256, 16), "bfloat16", "tp") for name in ("embed", "head")}
+    target = {name: like(ROLLOUT, (256, 16), "bfloat16", "tp") for name in ("embed", "head", "tail")}
     for i in range(LAYERS):
         source[f"layers.{i}.q"] = like(TRAINER, (16, 8, 2), "float32", "fsdp", "tp")
         source[f"layers.{i}.k"] = like(TRAINER, (16, 4, 2), "float32", "fsdp", "tp")
         source[f"layers.{i}.norm"] = like(TRAINER, (16,), "float32")
         target[f"h.{i}.qkv"] = like(ROLLOUT, (32, 16), "float32", "tp")
+        target[f"h.{i}.q"] = like(ROLLOUT, (16, 16), "float8_e4m3fn", "tp")
+        target[f"h.{i}.q_scale"] = like(ROLLOUT, (16,), "float32", "tp")
         target[f"h.{i}.norm"] = like(ROLLOUT, (16,), "float32")
         target |= {f"h.{i}.experts.{e}": like(ROLLOUT, (16, 8), "float32", None, "tp") for e in range(4)}
 

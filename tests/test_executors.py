@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
 import pytest
+from checks import cut
 from hypothesis import HealthCheck, given, settings
 from jax.sharding import AbstractMesh, Mesh
 from random_problems import Case, cases, expected_buffers, source_buffers
+from random_quantized import quantized_cases
 
 import shardfly_jax as sf
-from shardfly_jax.executors import convert, hostcopy
+from shardfly_jax import formats
+from shardfly_jax.executors import convert, hostcopy, hostquantize
 from shardfly_jax.executors.host import HostExecutor
 from shardfly_jax.executors.memory import Shard, host_bytes
 from shardfly_jax.executors.persistent import PersistentExecutor
 from shardfly_jax.executors.xla import XlaExecutor
-from shardfly_jax.sharding.formats import Cast, Conversion, Divide, MulAdd, Step, conversion, np_dtype
+from shardfly_jax.sharding.formats import (
+    Amax,
+    Cast,
+    Conversion,
+    Divide,
+    Encode,
+    MulAdd,
+    Step,
+    ToScale,
+    conversion,
+    np_dtype,
+)
+from shardfly_jax.sharding.problem import TargetTree
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
@@ -52,16 +68,71 @@ def test_host_executor_writes_what_the_mapping_means(case: Case) -> None:
     run_on_poisoned_buffers(case, HostExecutor, jax.local_devices())
 
 
+@pytest.mark.parametrize("size", [1, 7])
+def test_host_executor_quantizes_in_parts_of_any_size(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hostquantize, "PART_SIZE", size)
+
+    @settings(max_examples=40, deadline=None, suppress_health_check=SLOW)
+    @given(quantized_cases())
+    def run(case: Case) -> None:
+        run_on_poisoned_buffers(case, HostExecutor, jax.local_devices())
+
+    run()
+
+
+@pytest.mark.parametrize("kind", [HostExecutor, XlaExecutor])
+@pytest.mark.parametrize("format", [formats.Fp8Block(rows=4, columns=8), formats.Fp8Channel()])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_executors_refuse_values_that_are_not_finite(
+    kind: type[HostExecutor | XlaExecutor], format: formats.Format, bad: float, rng: np.random.Generator
+) -> None:
+    """In blocks inside one shard and in rows that two shards share."""
+    names = [f"h.{i}.w" for i in range(3)]
+    arrays = {name: rng.standard_normal((8, 32), np.float32) for name in names}
+    arrays["h.1.w"][5, 20] = bad
+    tree = TargetTree(
+        name="r", tensors={name: cut((8, 32), format.codes) for name in names}, ranks=1,
+        mapping=sf.Mapping({"h.{i}.w": sf.src("h.{i}.w").quantize(format)}),
+    )  # fmt: skip
+    case = Case(arrays, {name: cut((8, 32), "float32", 1, 2) for name in names}, 2, [tree])
+    plan = case.plan()
+    assert bool(plan.staging_nbytes) == (format.scope == "row")
+    device = jax.local_devices()[0]
+    sources = {key: jax.device_put(x, device) for key, x in source_buffers(case, plan).items()}
+    shards = {(0, i, 2): Shard.of(jax.numpy.zeros(256, np_dtype(format.codes))) for i in range(3)}
+    with pytest.raises(sf.NotFinite, match=r"target 'h\.1\.w'.*NaN or infinity"):
+        kind(plan, shards).start(sources)
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=SLOW)
+@given(quantized_cases(max_depth=1))
+def test_xla_executor_quantizes_as_the_mapping_means(case: Case) -> None:
+    run_on_poisoned_buffers(case, XlaExecutor, jax.local_devices())
+
+
 @settings(max_examples=12, deadline=None, suppress_health_check=SLOW)
 @given(cases(max_depth=3))
 def test_xla_executor_writes_what_the_mapping_means(case: Case) -> None:
     run_on_poisoned_buffers(case, XlaExecutor, jax.local_devices())
 
 
+@settings(max_examples=150, deadline=None, suppress_health_check=SLOW)
+@given(quantized_cases())
+def test_host_executor_quantizes_as_the_mapping_means(case: Case) -> None:
+    run_on_poisoned_buffers(case, HostExecutor, jax.local_devices())
+
+
 @pytest.mark.gpu
 @settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
 @given(cases(max_depth=3))
 def test_xla_executor_writes_what_the_mapping_means_on_gpus(case: Case) -> None:
+    run_on_poisoned_buffers(case, XlaExecutor, jax.local_devices(backend="gpu"))
+
+
+@pytest.mark.gpu
+@settings(max_examples=30, deadline=None, suppress_health_check=SLOW)
+@given(quantized_cases())
+def test_xla_executor_quantizes_as_the_mapping_means_on_gpus(case: Case) -> None:
     run_on_poisoned_buffers(case, XlaExecutor, jax.local_devices(backend="gpu"))
 
 
@@ -142,6 +213,57 @@ def test_conversions_agree_bit_for_bit_on_a_million_bit_patterns(
     fast = hostcopy.convert(rule, x)
     assert_same_values(fast, want)
     assert_same_values(have, want)
+
+
+FORMATS = [
+    formats.vllm_fp8_block(), formats.slime_fp8_block(), formats.nemo_fp8_block(), formats.deepgemm_ue8m0(),
+    formats.Fp8Block(formula="divide", floor=0.0), formats.Fp8Block(scale="e8m0", floor=0.0),
+    formats.sglang_fp8_tensor(), formats.ocp_mxfp8(), formats.vllm_mxfp8(), formats.vllm_mxfp8_round_up(),
+    formats.Int8Channel(), formats.Fp8Channel(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("source", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("format", FORMATS, ids=[f"{type(f).__name__}-{k}" for k, f in enumerate(FORMATS)])
+def test_quantization_agrees_bit_for_bit_on_a_million_values(
+    format: formats.Format, source: str, platform: str, rng: np.random.Generator
+) -> None:
+    """4096 blocks of 256 values: of one magnitude, over all magnitudes, and awkward bit patterns that are finite."""
+    magnitude = np.exp2(rng.integers(-126, 120, (4096, 1)).astype(np.float32))
+    x = rng.standard_normal((4096, 256), np.float32) * magnitude
+    x[::3] *= np.exp2(-rng.integers(0, 30, (1366, 256)).astype(np.float32))
+    with np.errstate(over="ignore"):
+        x = x.astype(np_dtype(source))
+    x[1::3] = awkward_values(source, 1365 * 256, int(rng.integers(1 << 30))).reshape(1365, 256)
+    x[~np.isfinite(x.astype(np.float32))] = 0
+    x[:3] = 0
+    x[2] = -x[2]
+    rule = conversion(source, (Encode(format),), format.codes)
+    scale = conversion(source, (Amax(), ToScale(format)), format.scale_dtype)
+    want, want_scales = rule.apply(x, (1,)), scale.apply(x, (1,))
+    have, have_scales = np.empty_like(want), np.empty_like(want_scales)
+    hostquantize.encode(have, x, rule, (1,), None)
+    hostquantize.scales(have_scales, x, scale, (1,))
+    assert have.tobytes() == want.tobytes()
+    assert have_scales.tobytes() == want_scales.tobytes()
+    on_device = jax.device_put(x, jax.local_devices(backend=platform)[0])
+    for chain, bits in ((rule, want), (scale, want_scales)):
+        done, worst = jax.jit(
+            functools.partial(convert.apply_watched, chain, within=(1,)), compiler_options=convert.EXACT
+        )(on_device)
+        assert np.asarray(done).tobytes() == bits.tobytes()
+        assert int(worst) == int(Amax().apply(x, (0, 1))[0, 0])
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=[f"{type(f).__name__}-{k}" for k, f in enumerate(FORMATS)])
+def test_host_codes_of_ordinary_weights_are_the_formats_own(format: formats.Format, rng: np.random.Generator) -> None:
+    """The fast path, which blocks of tiny values do not take."""
+    x = rng.standard_normal((4096, 256), np.float32) * np.float32(0.02)
+    rule = conversion("float32", (Encode(format),), format.codes)
+    have, want = np.empty(x.shape, np_dtype(format.codes)), rule.apply(x, (1,))
+    hostquantize.encode(have, x, rule, (1,), None)
+    assert have.tobytes() == want.tobytes()
 
 
 def assert_same_values(have: np.ndarray, want: np.ndarray) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, settings, strategies as st
 from random_problems import Case, cases, check
+from random_quantized import quantized_cases
 
+from shardfly_jax.sharding.moves import source_key
+from shardfly_jax.sharding.plan import slot_key
 from shardfly_jax.sharding.topology import preset
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
@@ -18,11 +21,23 @@ def test_every_target_element_is_written_once_with_the_bytes_of_its_meaning(case
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
-@given(cases(max_depth=2))
+@given(st.one_of(cases(max_depth=2), quantized_cases()))
 def test_every_dependency_points_to_a_smaller_order_number(case: Case) -> None:
     plan = case.plan(preset("h100", hosts=4))
     rows, ks = plan.moves.expanded()
     arrived: dict[tuple[int, int, int, int], int] = {}
+    slots = np.isin(plan.moves.target_family, plan.staging_families)[rows]
+    full = {
+        (plan.moves[row].target_family, plan.moves[row].target_tensor + k * plan.moves[row].target_tensor_step): number
+        for number, (row, k) in enumerate(zip(rows.tolist(), ks.tolist(), strict=True))
+        if slots[number]
+    }
+    for number, (row, k) in enumerate(zip(rows.tolist(), ks.tolist(), strict=True)):
+        move = plan.moves[row]
+        if move.block >= 0 and plan.blocks[move.block].family >= 0:
+            assert full[slot_key(plan, move, k)[:2]] < number, "encoded before the slots were full"
+        if move.source_family in plan.staging_families:
+            assert full[source_key(move, k)[:2]] < number, "scales read before the slots were full"
     for row, k in zip(rows.tolist(), ks.tolist(), strict=True):
         move = plan.moves[row]
         key = move.band, move.target_tensor + k * move.target_tensor_step
@@ -37,7 +52,7 @@ def test_every_dependency_points_to_a_smaller_order_number(case: Case) -> None:
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
-@given(cases())
+@given(st.one_of(cases(), quantized_cases()))
 def test_trainers_send_each_distinct_byte_once(case: Case) -> None:
     plan = case.plan()
     distinct = {}
@@ -49,5 +64,6 @@ def test_trainers_send_each_distinct_byte_once(case: Case) -> None:
             distinct[family.expr, family.first, family.count, cut, box, strides, family.layout.dtype] = (
                 int(size) * family.count
             )
-    fills = plan.row_nbytes[plan.moves.source_rank < 0].sum()
+    to_slots = np.isin(plan.moves.target_family, plan.staging_families)
+    fills = plan.row_nbytes[(plan.moves.source_rank < 0) & ~to_slots].sum()
     assert plan.egress_nbytes + fills <= sum(distinct.values())

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardfly_jax.engines import fp8
 from shardfly_jax.engines.fused import Cuts, FusedBuilder, Placement
 from shardfly_jax.engines.models import Model, require_family
-from shardfly_jax.engines.side import AnyMesh, Side, axis_size
+from shardfly_jax.engines.side import AnyMesh, Side, axis_size, nested
 from shardfly_jax.sharding.errors import PlanError
+from shardfly_jax.sharding.mapping import Mapping
 
 FAMILIES = ("qwen3", "qwen3_moe", "llama3", "deepseek_v3", "gpt_oss", "glm4_moe")
 
@@ -28,6 +30,12 @@ ALL2ALL = (*SEQUENCE_PARALLEL, "flashinfer_nvlink_two_sided", "flashinfer_nvlink
 
 UP_FIRST = {"triton": False, "flashinfer_cutlass": True}
 """`moe_backend`s whose experts a mapping can write, and whether the halves of w13 are swapped."""
+QUANTIZED_FAMILIES = ("qwen3", "qwen3_moe")
+QUANTIZED = (
+    ".self_attn.qkv_proj.weight", ".self_attn.o_proj.weight", ".mlp.gate_up_proj.weight", ".mlp.down_proj.weight",
+    ".mlp.experts.w13_weight", ".mlp.experts.w2_weight",
+)  # fmt: skip
+"""Endings of the weights that fp8 quantizes; `quantization/fp8.py` names their scales with `_scale_inv`."""
 
 
 def rollout(
@@ -39,6 +47,7 @@ def rollout(
     moe_backend: str = "triton",
     all2all_backend: str = "allgather_reducescatter",
     placement: Placement | None = None,
+    quantization: str | None = None,
 ) -> Side:
     """The rollout side of a model.
 
@@ -54,10 +63,14 @@ def rollout(
         DeepSeek-V3 whole on every rank where TP, DP and EP meet.
       placement: The expert in each slot, of each layer if a dict: `round_robin`, or what EPLB has chosen by now. None
         for vLLM's `linear`.
+      quantization: `fp8_block` or `fp8_block_ue8m0`: linears and experts as e4m3 codes with scales per 128 x 128 block,
+        from the trainer's own dtype. Embeddings, `lm_head`, norms and the router stay as they are. This is what vLLM's
+        CUTLASS and Triton kernels read, and with `_ue8m0` DeepGEMM on Hopper; it repacks weights for Marlin and scales
+        for Blackwell.
 
     Raises:
-      PlanError: A family without a mapping, sizes that the mesh does not divide (all are listed), or a backend that
-        pads experts or rearranges them after loading.
+      PlanError: A family without a mapping, sizes that the mesh or blocks do not divide (all are listed), or a backend
+        that pads experts or rearranges them after loading.
     """
     require_family(model, FAMILIES, "vllm")
     tp, dp = axis_size("vllm", mesh, "tp"), dict(mesh.shape).get("dp", 1)
@@ -72,6 +85,15 @@ def rollout(
         width=() if expert_parallel else ranks,
     )  # fmt: skip
     builder = FusedBuilder(model, mesh, cuts, dtype, placement)
+    _add_parameters(builder, moe_backend)
+    if quantization is None:
+        return builder.side()
+    width_cuts = dp if "dp" in mesh.axis_names and not expert_parallel else 1
+    return _quantized(builder, quantization, tp, width_cuts, expert_parallel)
+
+
+def _add_parameters(builder: FusedBuilder, moe_backend: str) -> None:
+    model = builder.model
     gpt_oss = model.family == "gpt_oss"
     builder.outside_layers("model.embedding.weight" if gpt_oss else "model.embed_tokens.weight")
     if model.latent is None:
@@ -80,14 +102,34 @@ def rollout(
         builder.latent_attention("fused_qkv_a_proj")
     builder.mlp()
     if model.experts is None:
-        return builder.side()
+        return
     if model.experts.interleaved:
         builder.interleaved_experts(("w13_bias", "w2_bias"))
-        return builder.side()
+        return
     builder.router(dtype="float32" if model.family == "glm4_moe" else None)
     builder.experts(up_first=UP_FIRST[moe_backend])
     builder.shared_expert()
-    return builder.side()
+
+
+def _quantized(builder: FusedBuilder, quantization: str, tp: int, dp: int, expert_parallel: bool) -> Side:
+    """The rollout with its linears and experts as codes and scales."""
+    model = builder.model
+    require_family(model, QUANTIZED_FAMILIES, f"vllm with quantization={quantization!r}")
+    format = fp8.format_of(quantization)
+    ways = {t for t in (1, 2, 4, 8, 16, 32, tp) if model.heads % t == 0}
+    sizes = {t: _block_sizes(model, t, 1 if expert_parallel else t * dp) for t in sorted(ways)}
+    if faults := fp8.faults(model.name, format, sizes, tp):
+        raise PlanError(faults)
+    leaves, mapping = fp8.quantized(builder.leaves, Mapping(builder.entries), format, QUANTIZED, "_scale_inv")
+    return Side(params=nested(leaves), mapping=mapping)
+
+
+def _block_sizes(m: Model, tp: int, width_cuts: int) -> dict[str, int]:
+    """What fp8 blocks must divide: parts of fused rows, and columns that are cut (`validate_fp8_block_shape`)."""
+    sizes = {"query rows": m.heads * m.head_dim // tp, "key rows": max(m.kv_heads, tp) * m.head_dim // tp}
+    if m.experts is None:
+        return sizes | {"MLP width": m.width // tp}
+    return sizes | {"expert width": m.experts.width // width_cuts}
 
 
 def _check_backends(model: Model, backend: str, all2all: str, exchanges: bool) -> None:

@@ -12,7 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardfly_jax.sharding.formats import Cast, Conversion, Divide, Fill, MulAdd, np_dtype, number
+from shardfly_jax.sharding.formats import (
+    Amax,
+    Cast,
+    Conversion,
+    Divide,
+    Encode,
+    Fill,
+    MulAdd,
+    ToScale,
+    np_dtype,
+    number,
+)
+from shardfly_jax.sharding.quantization import BIAS, E8M0_LARGEST, Format
 
 EXACT = {"xla_allow_excess_precision": False}
 """Compiler options under which XLA keeps every rounding; it would drop one to float16 between two float32 steps."""
@@ -32,8 +44,18 @@ def as_bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, bits_dtype(x.dtype.itemsize))
 
 
-def apply(conversion: Conversion, x: jax.Array) -> jax.Array:
-    """Converts an array of the conversion's source dtype; returns the bits of the result. Traceable."""
+def apply(
+    conversion: Conversion, x: jax.Array, within: tuple[int, ...] = (), amax: jax.Array | None = None
+) -> jax.Array:
+    """`Conversion.apply`; returns the bits of the result. Traceable."""
+    return apply_watched(conversion, x, within, amax)[0]
+
+
+def apply_watched(
+    conversion: Conversion, x: jax.Array, within: tuple[int, ...] = (), amax: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """`apply`, and the largest bits of `amax` that a scale was made of: at least `NOT_FINITE` where one was refused."""
+    worst = jnp.uint32(0)
     for step in conversion.steps:
         match step:
             case Cast(dtype):
@@ -47,7 +69,79 @@ def apply(conversion: Conversion, x: jax.Array) -> jax.Array:
                 x = _cast(_flush(_quotient(_flush(_cast(x, jnp.dtype("float32"))), divisor)), x.dtype)
             case Fill(value, dtype):
                 x = jnp.full(x.shape, np.asarray(number(value)).astype(np_dtype(dtype)), dtype)
-    return as_bits(x)
+            case Amax():
+                x = _amax(x, within)
+            case ToScale(format):
+                worst = jnp.maximum(worst, x.max(initial=0))
+                x = _scales(format, x)
+            case Encode(format):
+                amax = _amax(x, within) if amax is None else amax
+                worst = jnp.maximum(worst, amax.max(initial=0))
+                x = _encoded(format, x, amax)
+    return as_bits(x), worst
+
+
+def _amax(x: jax.Array, within: tuple[int, ...]) -> jax.Array:
+    """uint32 bits of the largest absolute values; the axes `within` a block come back with length 1."""
+    bits = lax.bitcast_convert_type(_flush(_cast(x, jnp.dtype("float32"))), jnp.uint32) & 0x7FFFFFFF
+    return bits.max(within, keepdims=True) if within else bits
+
+
+def _exponents(format: Format, amax: jax.Array) -> jax.Array:
+    """uint32 exponents of power-of-two scales plus 127; `Format.exponents`."""
+    if format.rounding == "floor":
+        exponent = jnp.maximum(amax >> 23, 1).astype(jnp.int32) - format.shift
+        return jnp.clip(exponent, 0, E8M0_LARGEST).astype(jnp.uint32)
+    bits = lax.bitcast_convert_type(_quotients(format, amax), jnp.uint32)
+    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
+    return jnp.where(bits == 0, jnp.uint32(format.zero_exponent), jnp.minimum(exponent, E8M0_LARGEST))
+
+
+def _quotients(format: Format, amax: jax.Array) -> jax.Array:
+    return _flush(_quotient(_floored(format, amax), format.divisor))
+
+
+def _floored(format: Format, amax: jax.Array) -> jax.Array:
+    # as bits: numbers that are not negative keep their order
+    floor = np.float32(format.floor).view(np.uint32)
+    return lax.bitcast_convert_type(jnp.maximum(amax, floor), jnp.float32)
+
+
+def _steps(format: Format, amax: jax.Array) -> jax.Array:
+    """Scales as float32 numbers."""
+    if format.scale != "float32":
+        return lax.bitcast_convert_type(_exponents(format, amax) << 23, jnp.float32)
+    if format.formula == "factor":
+        return _flush(_quotient(1.0, _factors(format, amax)))
+    found = _quotients(format, amax)
+    return jnp.where(found == 0, jnp.float32(1), found)
+
+
+def _factors(format: Format, amax: jax.Array) -> jax.Array:
+    """What values are multiplied with; `Format.factors`."""
+    if format.scale != "float32":
+        return lax.bitcast_convert_type((2 * BIAS - _exponents(format, amax)) << 23, jnp.float32)
+    if format.formula == "factor":
+        found = _quotient(format.divisor, _floored(format, amax))
+        return jnp.where(jnp.isfinite(found), found, jnp.float32(1))
+    return _quotient(1.0, _steps(format, amax))
+
+
+def _scales(format: Format, amax: jax.Array) -> jax.Array:
+    if format.scale == "e8m0":
+        return _exponents(format, amax).astype(jnp.uint8)
+    return _steps(format, amax)
+
+
+def _encoded(format: Format, x: jax.Array, amax: jax.Array) -> jax.Array:
+    values = _flush(_cast(x, jnp.dtype("float32")))
+    if format.formula == "divide" and format.scale == "float32":
+        values = _quotient(values, _steps(format, amax))
+    else:
+        values = values * lax.optimization_barrier(jnp.broadcast_to(_factors(format, amax), x.shape))
+    values = jnp.clip(values, jnp.float32(-format.largest), jnp.float32(format.largest))
+    target = jnp.dtype(np_dtype(format.codes))
+    return (jnp.round(values) if target.kind == "i" else values).astype(target)
 
 
 def _opaque(value: float, shape: tuple[int, ...]) -> jax.Array:
@@ -55,16 +149,20 @@ def _opaque(value: float, shape: tuple[int, ...]) -> jax.Array:
     return lax.optimization_barrier(jnp.broadcast_to(jnp.float32(value), shape))
 
 
-def _quotient(x: jax.Array, divisor: float) -> jax.Array:
-    """The correctly rounded quotient of float32 numbers.
+def _quotient(x: jax.Array | float, by: jax.Array | float) -> jax.Array:
+    """The correctly rounded quotient of float32 numbers; one of them is an array.
 
     XLA's own float32 division is off by one unit in the last place on GPUs. A float64 quotient rounded to float32 is
     right, since 53 >= 2 * 24 + 2 bits (Figueroa, "When is double rounding innocuous?").
     """
+    shape = np.broadcast_shapes(np.shape(x), np.shape(by))
     with jax.enable_x64(True):
-        wide = lax.convert_element_type(x, jnp.float64)
-        by = lax.optimization_barrier(jnp.broadcast_to(jnp.float64(jnp.float32(divisor)), x.shape))
-        return lax.convert_element_type(wide / by, jnp.float32)
+        wide, divisor = (
+            lax.convert_element_type(n, jnp.float64) if isinstance(n, jax.Array) else jnp.float64(np.float32(n))
+            for n in (x, by)
+        )
+        divisor = lax.optimization_barrier(jnp.broadcast_to(divisor, shape))
+        return lax.convert_element_type(wide / divisor, jnp.float32)
 
 
 def _flush(x: jax.Array) -> jax.Array:

@@ -12,17 +12,28 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import jax
 import numpy as np
 
-from shardfly_jax.executors import hostcopy
+from shardfly_jax.executors import hostcopy, hostquantize
 from shardfly_jax.executors.memory import Key, Shard, Sources, host_bytes, nothing_left
+from shardfly_jax.sharding.errors import NotFinite
 from shardfly_jax.sharding.formats import Conversion, np_dtype
-from shardfly_jax.sharding.moves import Move, View, move_size, source_key, source_view, target_key, target_view
-from shardfly_jax.sharding.plan import Plan
+from shardfly_jax.sharding.moves import (
+    Move,
+    View,
+    move_size,
+    reduced_axes,
+    source_key,
+    source_view,
+    target_key,
+    target_view,
+)
+from shardfly_jax.sharding.plan import Plan, slot_key, staging_sizes
 from shardfly_jax.sharding.schedule import CHUNK_NBYTES
 
 
@@ -33,13 +44,21 @@ class _Item:
     Attributes:
       source: Buffer that is read; None for a fill.
       view: What is read of it.
-      target: What is written, as a view of registered memory.
+      target: What is written, as a view of registered memory or of staging.
+      key: Of the target.
+      within: Axes inside a block, of a conversion that quantizes.
+      slots: The maxima of each element's block; None if they are found here.
+      merges: Whether the target keeps the larger of what it holds and what is written: slots do.
     """
 
     source: Key | None
     view: View
     target: np.ndarray
     conversion: Conversion
+    key: Key
+    within: tuple[int, ...] = ()
+    slots: np.ndarray | None = None
+    merges: bool = False
 
 
 class HostExecutor:
@@ -60,31 +79,57 @@ class HostExecutor:
         self._read: set[Key] = set()
         self._shared_nbytes = 0
         self._hops: list[list[_Item]] = []
+        self._staging = {key: np.zeros(size, np.uint32) for key, size in staging_sizes(plan).items()}
+        self._merging = threading.Lock()
         for move, k in plan.moves.in_order():
-            self._hops += [[] for _ in range(move.hop + 1 - len(self._hops))]
-            self._hops[move.hop] += self._items(move, k)
+            stage = 0 if target_key(move, k) in self._staging else move.hop + 1  # slots are full before they are read
+            self._hops += [[] for _ in range(stage + 1 - len(self._hops))]
+            self._hops[stage] += self._items(move, k)
 
     def _items(self, move: Move, k: int) -> Iterator[_Item]:
         source, target = source_key(move, k), target_key(move, k)
         conversion = self.plan.conversions[move.convert]
-        flat = self._targets[target].view(np_dtype(conversion.target))
+        merges = target in self._staging
+        flat = self._staging[target] if merges else self._targets[target].view(np_dtype(conversion.target))
         write = target_view(move)
-        if move.source_rank < 0:
-            yield _Item(None, write, write.of(flat), conversion)
-            return
-        if move.hop == 0:
+        if move.hop == 0 and move.source_rank >= 0 and source not in self._staging:
             self._read.add(source)
-        elif self.buffers[source].address == self.buffers[target].address:
+        if conversion.reduces or conversion.encodes is not None:
+            yield self._quantizing(move, k, write.of(flat), conversion, merges)
+            return
+        if move.source_rank < 0:
+            yield _Item(None, write, write.of(flat), conversion, target)
+            return
+        if move.hop and self.buffers[source].address == self.buffers[target].address:
             self._shared_nbytes += self.plan.move_nbytes(move)
             return  # an alias that shares its buffer
         for read, part in _chunks(source_view(move, k), write, move_size(move) * flat.itemsize):
-            yield _Item(source, read, part.of(flat), conversion)
+            yield _Item(source, read, part.of(flat), conversion, target)
+
+    def _quantizing(self, move: Move, k: int, target: np.ndarray, conversion: Conversion, merges: bool) -> _Item:
+        within, slots = reduced_axes(move), None
+        if move.block >= 0:
+            block = self.plan.blocks[move.block]
+            within = tuple(axis for axis, step in enumerate(block.strides) if not step)
+            if block.family >= 0:
+                view = View(block.offset, move.extents, block.strides)
+                slots = view.of(self._staging[slot_key(self.plan, move, k)])
+        source = source_key(move, k) if move.source_rank >= 0 else None
+        key = target_key(move, k)
+        return _Item(source, source_view(move, k), target, conversion, key, within, slots, merges)
 
     def start(self, sources: Sources, progress: Callable[[int], None] | None = None) -> Callable[[], None]:
-        """Executes every move; see `Executor`."""
+        """Executes every move; see `Executor`.
+
+        Raises:
+          NotFinite: A tensor to be quantized holds NaN or infinity.
+        """
+        for slots in self._staging.values():
+            slots[...] = 0
         arrays = {key: sources[key] for key in self._read}
         flats = {key: host_bytes(array.unsafe_buffer_pointer(), array.nbytes) for key, array in arrays.items()}
         flats.update(self._targets)
+        flats.update(self._staging)
         if progress is not None and self._shared_nbytes:
             progress(self._shared_nbytes)
         for items in self._hops:
@@ -106,13 +151,32 @@ class HostExecutor:
         self, items: Iterator[_Item], flats: Mapping[Key, np.ndarray], progress: Callable[[int], None] | None
     ) -> None:
         for item in items:
-            if item.source is None:
-                item.target[...] = item.conversion.apply(np.empty(item.target.shape, item.target.dtype))
-            else:
-                flat = flats[item.source].view(np_dtype(item.conversion.source))
-                hostcopy.copy(item.target, item.view.of(flat), item.conversion)
-            if progress is not None:
+            try:
+                self._do(item, flats)
+            except NotFinite as error:
+                family, tensor, _ = item.key
+                raise NotFinite(f"target {self.plan.families[family].name(tensor)!r}: {error}") from None
+            if progress is not None and not item.merges:
                 progress(item.target.nbytes)
+
+    def _do(self, item: _Item, flats: Mapping[Key, np.ndarray]) -> None:
+        conversion, dtype = item.conversion, np_dtype(item.conversion.source)
+        if item.source is None:
+            source = np.empty(item.view.extents, dtype)
+        else:
+            source = item.view.of(flats[item.source].view(dtype))
+        if item.merges:
+            found = hostquantize.amax(source, conversion, item.within)
+            with self._merging:
+                np.maximum(item.target, found, out=item.target)
+        elif conversion.reduces:
+            hostquantize.scales(item.target, source, conversion, item.within)
+        elif conversion.encodes is not None:
+            hostquantize.encode(item.target, source, conversion, item.within, item.slots)
+        elif item.source is None:
+            item.target[...] = conversion.apply(source)
+        else:
+            hostcopy.copy(item.target, source, conversion)
 
 
 def _finish(claims: Iterator[_Item], workers: list[Future[None]]) -> None:

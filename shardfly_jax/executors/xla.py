@@ -19,9 +19,10 @@ from shardfly_jax.executors import convert
 from shardfly_jax.executors.memory import Key, Shard, Sources, nothing_left
 from shardfly_jax.executors.strided import Region, indices, region
 from shardfly_jax.sharding.errors import StaleBuffer
-from shardfly_jax.sharding.formats import Conversion
-from shardfly_jax.sharding.moves import View, source_key, source_view, target_key, target_view
-from shardfly_jax.sharding.plan import Plan
+from shardfly_jax.sharding.formats import Conversion, ToScale, check_finite
+from shardfly_jax.sharding.layouts import dense_strides
+from shardfly_jax.sharding.moves import Move, View, reduced_axes, source_key, source_view, target_key, target_view
+from shardfly_jax.sharding.plan import Plan, slot_key, staging_sizes
 
 
 class XlaExecutor:
@@ -37,12 +38,14 @@ class XlaExecutor:
     def __init__(self, plan: Plan, buffers: Mapping[Key, Shard]):
         self.plan, self.buffers = plan, buffers
         self._order = list(plan.moves.in_order())
+        self._staging = staging_sizes(plan)
 
     def start(self, sources: Sources, progress: Callable[[int], None] | None = None) -> Callable[[], None]:
         """Executes every move; see `Executor`.
 
         Raises:
           StaleBuffer: XLA moved a buffer, because somebody holds a view of it.
+          NotFinite: A tensor to be quantized holds NaN or infinity.
         """
         arrays = {shard.address: shard.array for shard in self.buffers.values()}  # aliases share one
         try:
@@ -62,23 +65,119 @@ class XlaExecutor:
         return nothing_left
 
     def _run(self, arrays: dict[int, jax.Array], sources: Sources, progress: Callable[[int], None] | None) -> None:
+        staging: dict[Key, jax.Array] = {}
+        watched: list[tuple[Key, jax.Array]] = []
         for move, k in self._order:
-            target = self.buffers[target_key(move, k)]
             conversion = self.plan.conversions[move.convert]
-            written = target_view(move)
-            if move.source_rank < 0:
+            written, key = _without_reduced(target_view(move)), target_key(move, k)
+            if key in self._staging:
+                piece, _ = self._converted(self._source(move, k, arrays, staging, sources), move, k, None)
+                if key not in staging:  # on the device of the first shard that is reduced
+                    zeros = np.zeros(self._staging[key], np.uint32)
+                    staging[key] = jax.device_put(zeros, next(iter(piece.devices())))
+                piece = jax.device_put(piece.reshape(written.extents), next(iter(staging[key].devices())))
+                staging[key] = _scatter(staging[key], written, _larger(_gather(staging[key], written, _SLOTS), piece))
+                continue
+            target = self.buffers[key]
+            if move.source_rank < 0 and conversion.encodes is None and not conversion.reduces:
                 piece = _fill(written.extents, conversion, target.device)
+            elif move.hop and self.buffers[source_key(move, k)].address == target.address:
+                if progress is not None:
+                    progress(self.plan.move_nbytes(move))
+                continue
             else:
-                key = source_key(move, k)
-                if move.hop and self.buffers[key].address == target.address:
-                    if progress is not None:
-                        progress(self.plan.move_nbytes(move))
-                    continue
-                source = arrays[self.buffers[key].address] if move.hop else sources[key]
-                piece = jax.device_put(_gather(source, source_view(move, k), conversion), target.device)
+                amax = None
+                if move.block >= 0 and (block := self.plan.blocks[move.block]).family >= 0:
+                    view = View(block.offset, move.extents, block.strides)
+                    amax = _gather(staging[slot_key(self.plan, move, k)], view, _SLOTS)
+                piece, worst = self._converted(self._source(move, k, arrays, staging, sources), move, k, amax)
+                if worst is not None:
+                    watched.append((key, worst))
+                piece = jax.device_put(piece.reshape(written.extents), target.device)
             arrays[target.address] = _scatter(arrays[target.address], written, piece)
             if progress is not None:
                 progress(self.plan.move_nbytes(move))
+        for (family, tensor, _), worst in zip(
+            [key for key, _ in watched], jax.device_get([worst for _, worst in watched]), strict=True
+        ):
+            check_finite(np.asarray(worst), f"target {self.plan.families[family].name(tensor)!r}")
+
+    def _source(
+        self, move: Move, k: int, arrays: dict[int, jax.Array], staging: dict[Key, jax.Array], sources: Sources
+    ) -> jax.Array | None:
+        """What a move reads; None for a fill."""
+        if move.source_rank < 0:
+            return None
+        key = source_key(move, k)
+        if key in self._staging:
+            return staging[key]
+        return arrays[self.buffers[key].address] if move.hop else sources[key]
+
+    def _converted(
+        self, source: jax.Array | None, move: Move, k: int, amax: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The bits that a move writes, on its source's device, and the largest `amax` that a scale was made of."""
+        conversion = self.plan.conversions[move.convert]
+        within = reduced_axes(move)
+        if move.block >= 0:
+            within = tuple(axis for axis, step in enumerate(self.plan.blocks[move.block].strides) if not step)
+        if source is None:  # a filled block that is quantized
+            source = jnp.zeros(move.extents, conversion.source)
+            view = View(0, move.extents, dense_strides(move.extents))
+        else:
+            view = source_view(move, k)
+        if conversion.encodes is None and not conversion.reduces and not _makes_scales(conversion):
+            return _gather(source, view, conversion), None
+        if amax is not None:
+            amax = jax.device_put(amax, next(iter(source.devices())))
+        return _gather_watched(source, view, conversion, within, amax)
+
+
+def _without_reduced(view: View) -> View:
+    """What is written, without the axes that are reduced over."""
+    kept = [(n, step) for n, step in zip(view.extents, view.strides, strict=True) if step]
+    return View(view.offset, tuple(n for n, _ in kept), tuple(step for _, step in kept))
+
+
+_SLOTS = Conversion("uint32", (), "uint32")
+
+
+def _makes_scales(conversion: Conversion) -> bool:
+    return any(isinstance(step, ToScale) for step in conversion.steps)
+
+
+@jax.jit
+def _larger(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.maximum(x, y)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3), compiler_options=convert.EXACT)
+def _watched_region(
+    x: jax.Array, where: Region, conversion: Conversion, within: tuple[int, ...], starts: jax.Array, amax: Any
+) -> tuple[jax.Array, jax.Array]:
+    return convert.apply_watched(conversion, where.read(x.reshape(-1), starts), within, amax)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3), compiler_options=convert.EXACT)
+def _watched_elements(
+    x: jax.Array, view: View, conversion: Conversion, within: tuple[int, ...], amax: Any
+) -> tuple[jax.Array, jax.Array]:
+    return convert.apply_watched(conversion, _elements(x, view), within, amax)
+
+
+def _gather_watched(
+    x: jax.Array, view: View, conversion: Conversion, within: tuple[int, ...], amax: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    found = region(view, x.size)
+    if found is None:
+        return _watched_elements(x, view, conversion, within, amax)
+    where, starts = found
+    return _watched_region(x, where, conversion, within, starts, amax)
+
+
+def _elements(x: jax.Array, view: View) -> jax.Array:
+    lo, hi = _reach(view)
+    return lax.slice(x.reshape(-1), (lo,), (hi,))[indices(view.extents, view.strides)]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2), compiler_options=convert.EXACT)
@@ -91,9 +190,7 @@ def _gather_region(x: jax.Array, where: Region, conversion: Conversion, starts: 
 
 @functools.partial(jax.jit, static_argnums=(1, 2), compiler_options=convert.EXACT)
 def _gather_elements(x: jax.Array, view: View, conversion: Conversion) -> jax.Array:
-    lo, hi = _reach(view)
-    values = lax.slice(x.reshape(-1), (lo,), (hi,))[indices(view.extents, view.strides)]
-    return convert.apply(conversion, values)
+    return convert.apply(conversion, _elements(x, view))
 
 
 def _gather(x: jax.Array, view: View, conversion: Conversion) -> jax.Array:

@@ -1,0 +1,392 @@
+"""Quantization in moves: which blocks are encoded where they are read, and which need a slot for their maximum.
+
+A block that lies inside one source shard, and inside what one move writes, needs nothing: its move finds the maximum
+and encodes. Every other block has one 4-byte *slot* on one rank, its owner: each shard's part of the block is reduced
+into the slot (the larger of two floats that are not negative is the larger of their bits), then each part is encoded
+with the maximum that the slot holds. Slots are boxes of the block grid, so that moves reach them by strides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shardfly_jax.sharding.denotation import Value, denote
+from shardfly_jax.sharding.formats import Amax, ToScale
+from shardfly_jax.sharding.grids import Run, Segments, grid_runs, grid_shape
+from shardfly_jax.sharding.inference import Lookup
+from shardfly_jax.sharding.language import Expr
+from shardfly_jax.sharding.layouts import Box, box_shape, dense_strides
+from shardfly_jax.sharding.lowering import MAX_DIMS, BlockView, Clipped, Lowerer, SourceShards, Template, merge_dims
+from shardfly_jax.sharding.pieces import TARGET, Digit, Piece, clip, clip_box, outside, span, split_blocks
+from shardfly_jax.sharding.quantization import Format
+
+MASK_SIZE = 1 << 24
+"""Blocks up to which those that need slots are marked one by one; beyond, they are kept as boxes."""
+STAGING = "(staging)"
+"""The tree of families that hold slots."""
+
+
+class Part(NamedTuple):
+    """Elements of one source shard; on each axis the digits move by whole blocks or stay within one.
+
+    Attributes:
+      clipped: In the target's coordinates.
+      runs: Of the grid, one per axis, that the part lies in.
+    """
+
+    clipped: Clipped
+    runs: tuple[Run, ...]
+
+    def is_outer(self, digit: Digit) -> bool:
+        """Whether a digit moves from block to block."""
+        run = self.runs[digit.t_axis - 1]
+        return run.block == 1 or (run.hi - run.lo > run.block and digit.t_radix % run.block == 0)
+
+    @property
+    def size(self) -> int:
+        """Elements, of all layers."""
+        return math.prod(d.count for d in self.clipped.piece.digits)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every block that the part touches lies in it."""
+        inner = math.prod(d.count for d in self.clipped.piece.digits if d.t_axis and not self.is_outer(d))
+        return all(run.whole for run in self.runs) and inner == math.prod(run.block for run in self.runs)
+
+    @property
+    def blocks(self) -> Box:
+        """The box of layers and blocks that the part touches."""
+        piece = self.clipped.piece
+        box = [span(piece, TARGET, 0)]
+        for axis, run in enumerate(self.runs):
+            lo, hi = span(piece, TARGET, axis + 1)
+            box.append((run.index + (lo - run.lo) // run.block, run.index + (hi - 1 - run.lo) // run.block + 1))
+        return tuple(box)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Slots:
+    """The slots of a box of blocks, for some layers: one staging family with one owner.
+
+    Attributes:
+      box: Layers, then blocks per axis.
+      family: Index in the plan.
+      name: By which pieces read them.
+      owner: Rank that holds them.
+    """
+
+    box: Box
+    family: int
+    name: str
+    owner: int
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of the local buffer, per axis of the grid."""
+        return dense_strides(box_shape(self.box[1:]))
+
+
+class Blocks:
+    """The blocks of one quantized value over a range of layers.
+
+    Args:
+      value: The expression that is quantized; a fuse in it has its cuts set.
+      format, segments: The grid.
+      layers: Half-open range of the family variable.
+      lookup, shards: Types and shards of source names.
+    """
+
+    def __init__(
+        self,
+        value: Expr,
+        format: Format,
+        segments: tuple[Segments, Segments],
+        layers: tuple[int, int],
+        lookup: Lookup,
+        shards: Callable[[str], list[SourceShards]],
+    ):
+        self.format, self.layers = format, layers
+        denoted = denote(value, lookup, range(*layers), ())
+        self.shape = denoted.shape
+        self.grid = grid_shape(format, denoted.shape, segments)
+        self.runs = grid_runs(format, denoted.shape, segments)
+        self._lowerer = Lowerer(denoted, shards)
+        self._needed: list[Box] = []
+        self._seen: set[Box] = set()
+        size = (layers[1] - layers[0], *self.grid)
+        self._mask = np.zeros(size, bool) if math.prod(size) <= MASK_SIZE else None
+        self.slots: list[Slots] = []
+
+    @property
+    def whole(self) -> Box:
+        """The box of the whole value."""
+        return tuple((0, n) for n in self.shape)
+
+    def parts(self, box: Box, layers: tuple[int, int]) -> Iterator[Part]:
+        """The parts that tile a box of the value."""
+        for clipped in self._lowerer.clipped(box, layers):
+            found: list[tuple[Piece, tuple[Run, ...]]] = [(clipped.piece, ())]
+            for axis, runs in enumerate(self.runs):
+                found = [
+                    (done, (*before, run))
+                    for piece, before in found
+                    for run in runs
+                    for part in clip(piece, TARGET, axis + 1, run.lo, run.hi)
+                    for done in (split_blocks(part, axis + 1, run.block) if 1 < run.block < run.hi - run.lo else [part])
+                ]
+            yield from (Part(clipped._replace(piece=piece), runs) for piece, runs in found)
+
+    # Slots
+
+    def need(self, part: Part) -> None:
+        """Gives every block of a part a slot."""
+        new = [part.blocks]
+        if new[0] in self._seen:
+            return
+        self._seen.add(new[0])
+        if self._mask is not None:
+            (first, last), *grid = new[0]
+            at = (slice(first - self.layers[0], last - self.layers[0]), *(slice(lo, hi) for lo, hi in grid))
+            self._mask[at] = True
+            return
+        for box in self._needed:
+            new = [rest for one in new for rest in _without(one, box)]
+        self._needed += new
+
+    def need_split(self) -> None:
+        """Gives a slot to every block that source shards share."""
+        for part in self.parts(self.whole, self.layers):
+            if self.local_reduction(part) is None:
+                self.need(part)
+
+    def slot_boxes(self) -> list[Box]:
+        """Disjoint boxes of the blocks that need slots, as few as merging neighbours leaves."""
+        if self._mask is None:
+            return _merged(self._needed)
+        return [
+            tuple(
+                (lo + start, hi + start)
+                for (lo, hi), start in zip(box, (self.layers[0], *[0] * len(self.grid)), strict=True)
+            )
+            for box in _boxes(self._mask)
+        ]
+
+    def in_slots(self, part: Part, slots: Slots) -> Iterator[Part]:
+        """What of a part has its blocks in a box of slots."""
+        ranges = [slots.box[0]]
+        for run, (lo, hi) in zip(part.runs, slots.box[1:], strict=True):
+            ranges.append((run.lo + (lo - run.index) * run.block, run.lo + (hi - run.index) * run.block))
+        for piece in clip_box(part.clipped.piece, TARGET, tuple(ranges)):
+            yield part._replace(clipped=part.clipped._replace(piece=piece))
+
+    def reductions(self, slots: Slots) -> Iterator[Template]:
+        """The rows that reduce every part of the blocks of some slots into them."""
+        along = []
+        for runs, (lo, hi) in zip(self.runs, slots.box[1:], strict=True):
+            ranges = []
+            for run in runs:
+                first, last = max(lo - run.index, 0), min(hi - run.index, (run.hi - run.lo) // run.block)
+                if first < last:
+                    ranges.append((run.lo + first * run.block, run.lo + last * run.block))
+            along.append(ranges)
+        for box in itertools.product(*along):
+            for part in self.parts(box, slots.box[0]):
+                piece = part.clipped.piece._replace(steps=(*part.clipped.piece.steps, Amax()))
+                reduced = part._replace(clipped=part.clipped._replace(piece=piece))
+                offset, steps = _in_slots(reduced, slots)
+                made = _emitted(reduced, offset, steps, 0, [0] * len(steps), None)
+                assert made is not None
+                yield from made
+
+    # Encoding
+
+    def encoded(self, part: Part, start: Sequence[int], strides: Sequence[int]) -> list[Template] | None:
+        """The rows that encode a complete part; None if its blocks have too many dimensions for one row.
+
+        Args:
+          start: Global coordinate of the first element of the target's local buffer.
+          strides: Of that buffer, elements.
+        """
+        if not part.is_complete:
+            return None
+        offset, steps = _in_buffer(part, start, strides)
+        across = dense_strides(self.grid)
+        blocks = [
+            across[d.t_axis - 1] * (d.t_radix // part.runs[d.t_axis - 1].block) if part.is_outer(d) else 0
+            for d in _digits(part)
+        ]
+        return _emitted(part, offset, steps, 0, blocks, (-1, -1))
+
+    def encoded_with_slots(
+        self, part: Part, slots: Slots, start: Sequence[int], strides: Sequence[int]
+    ) -> list[Template]:
+        """The rows that encode a part whose blocks all have their maxima in `slots`."""
+        offset, steps = _in_buffer(part, start, strides)
+        block_offset, blocks = _in_slots(part, slots)
+        made = _emitted(part, offset, steps, block_offset, blocks, (slots.family, slots.owner))
+        assert made is not None
+        return made
+
+    # Scales
+
+    def local_reduction(self, part: Part) -> Piece | None:
+        """A complete part as a piece of the grid, which reduces over each block; None if one row cannot."""
+        if not part.is_complete:
+            return None
+        piece, digits = part.clipped.piece, []
+        for d in piece.digits:
+            if d.t_axis and part.is_outer(d):
+                d = d._replace(t_radix=d.t_radix // part.runs[d.t_axis - 1].block)
+            elif d.t_axis:
+                d = d._replace(t_axis=-1, t_radix=0)
+            digits.append(d)
+        within = [(d.count, part.clipped.source_step(d.s_axis, d.s_radix), 0) for d in digits if d.t_axis < 0]
+        if len(merge_dims(within)) > MAX_DIMS:
+            return None
+        origin = tuple(lo for lo, _ in part.blocks)
+        steps = (*piece.steps, Amax(), ToScale(self.format))
+        return piece._replace(steps=steps, t_origin=origin, digits=tuple(digits))
+
+    def scales(self) -> Value:
+        """The stored scales as a value, once slots are fixed: read from slots where there are some, else reduced."""
+        pieces = []
+        for part in self.parts(self.whole, self.layers):
+            piece = self.local_reduction(part)
+            left = [] if piece is None else [piece]
+            for slots in self.slots:
+                left = [rest for one in left for rest in outside(one, slots.box)]
+            pieces += left
+        for slots in self.slots:
+            origin = tuple(lo for lo, _ in slots.box)
+            digits = tuple(Digit(hi - lo, a, 1, a, 1) for a, (lo, hi) in enumerate(slots.box) if hi - lo > 1)
+            pieces.append(Piece(slots.name, (ToScale(self.format),), origin, origin, digits))
+        return Value(self.grid, pieces)
+
+
+def _digits(part: Part) -> list[Digit]:
+    return [d for d in part.clipped.piece.digits if d.t_axis]
+
+
+def _in_buffer(part: Part, start: Sequence[int], strides: Sequence[int]) -> tuple[int, list[int]]:
+    """Offset and steps of a part in a local buffer of the value."""
+    at = part.clipped.piece.t_origin[1:]
+    offset = sum((a - lo) * step for a, lo, step in zip(at, start, strides, strict=True))
+    return offset, [d.t_radix * strides[d.t_axis - 1] for d in _digits(part)]
+
+
+def _in_slots(part: Part, slots: Slots) -> tuple[int, list[int]]:
+    """Offset and steps of a part's blocks in slots; 0 within a block."""
+    strides = slots.strides
+    firsts = zip(part.blocks[1:], slots.box[1:], strides, strict=True)
+    steps = [
+        strides[d.t_axis - 1] * (d.t_radix // part.runs[d.t_axis - 1].block) if part.is_outer(d) else 0
+        for d in _digits(part)
+    ]
+    return sum((at - lo) * step for (at, _), (lo, _), step in firsts), steps
+
+
+def _emitted(
+    part: Part,
+    target_offset: int,
+    target_steps: Sequence[int],
+    block_offset: int,
+    block_steps: Sequence[int],
+    slots: tuple[int, int] | None,
+) -> list[Template] | None:
+    """A part as rows of at most `MAX_DIMS` dimensions.
+
+    Args:
+      target_steps, block_steps: One per digit of the value's axes.
+      slots: Family and owner of the slots that encoding reads, (-1, -1) if it finds the maxima itself: then no block
+        may be cut. None for rows that do not encode.
+    """
+    clipped, piece = part.clipped, part.clipped.piece
+    source_offset, tensor = clipped.source_start
+    count, tensor_step, offset_step, layer_step = 1, 0, 0, 1
+    dims: list[tuple[int, int, int, int]] = []
+    steps = iter(zip(target_steps, block_steps, strict=True))
+    for d in piece.digits:
+        stride = clipped.source_step(d.s_axis, d.s_radix)
+        if d.t_axis == 0:
+            count, layer_step = d.count, d.t_radix
+            tensor_step, offset_step = (d.s_radix, 0) if d.s_axis == 0 else (0, stride)
+        else:
+            dims.append((d.count, stride, *next(steps)))
+    dims = _joined(dims)
+    heads = [(source_offset, target_offset, block_offset)]
+    while len(dims) > MAX_DIMS:
+        movable = [k for k in range(len(dims)) if dims[k][3] or slots != (-1, -1)]
+        if not movable:
+            return None
+        n, *moves = dims.pop(min(movable, key=lambda k: dims[k][0]))
+        heads = [tuple(at + k * step for at, step in zip(head, moves, strict=True)) for head in heads for k in range(n)]  # type: ignore[misc]
+    out = []
+    for source, target, block in heads:
+        view = None
+        if slots is not None:
+            view = BlockView(*slots, block if slots[0] >= 0 else 0, tuple(step for *_, step in dims))
+        out.append(
+            Template(
+                clipped.family, clipped.shard, piece.steps, tuple(d[:3] for d in dims), source, target, count, tensor,
+                tensor_step, offset_step, piece.t_origin[0], layer_step, view,
+            )
+        )  # fmt: skip
+    return out
+
+
+def _joined(dims: Sequence[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
+    """As `lowering.merge_dims`, with strides in the slots too."""
+    out: list[tuple[int, int, int, int]] = []
+    for n, *steps in sorted(dims, key=lambda d: (-d[2], d[1], d[3])):
+        if out and list(out[-1][1:]) == [n * step for step in steps]:
+            out[-1] = (out[-1][0] * n, *steps)  # type: ignore[assignment]
+        else:
+            out.append((n, *steps))  # type: ignore[arg-type]
+    return out
+
+
+def _without(box: Box, other: Box) -> list[Box]:
+    """A box less another, as disjoint boxes."""
+    if any(hi <= lo2 or hi2 <= lo for (lo, hi), (lo2, hi2) in zip(box, other, strict=True)):
+        return [box]
+    out = []
+    for axis, ((lo, hi), (lo2, hi2)) in enumerate(zip(box, other, strict=True)):
+        for start, stop in ((lo, min(lo2, hi)), (max(hi2, lo), hi)):
+            if start < stop:
+                out.append((*box[:axis], (start, stop), *box[axis + 1 :]))
+        box = (*box[:axis], (max(lo, lo2), min(hi, hi2)), *box[axis + 1 :])
+    return out
+
+
+def _boxes(mask: np.ndarray) -> list[Box]:
+    """Disjoint boxes of the marked elements: runs of equal slices along each axis in turn."""
+    if mask.ndim == 0:
+        return [()] if mask else []
+    if not mask.any():
+        return []
+    flat = mask.reshape(len(mask), -1)
+    edges = [0, *(np.nonzero((flat[1:] != flat[:-1]).any(axis=1))[0] + 1).tolist(), len(mask)]
+    return [((lo, hi), *box) for lo, hi in itertools.pairwise(edges) for box in _boxes(mask[lo])]
+
+
+def _merged(boxes: Sequence[Box]) -> list[Box]:
+    """The same disjoint boxes, neighbours that make a box together joined, last axis first; sorted."""
+    out = sorted(boxes)
+    for axis in reversed(range(len(out[0]) if out else 0)):
+        found: list[Box] = []
+        for box in sorted(out, key=lambda b: (*b[:axis], *b[axis + 1 :], b[axis])):
+            last = found[-1] if found else None
+            if last and last[axis][1] == box[axis][0] and (*last[:axis], *last[axis + 1 :]) == (
+                *box[:axis], *box[axis + 1 :]
+            ):  # fmt: skip
+                found[-1] = (*box[:axis], (last[axis][0], box[axis][1]), *box[axis + 1 :])
+            else:
+                found.append(box)
+        out = found
+    return sorted(out)

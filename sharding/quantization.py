@@ -1,0 +1,348 @@
+"""Quantized formats: how a block of values becomes codes and a scale, and over which elements a scale is shared.
+
+A format is a value: what it states is all that any executor knows of it. Its numbers follow one scheme, so that a new
+format is one class that states its own:
+
+    amax   the largest absolute value of a block, in float32
+    scale  what a code is multiplied with to decode it, from `max(amax, floor)`
+    code   `x / scale`, by one of three formulas that differ in the last bit, clamped to the largest code, then cast
+
+Float32 subnormals count as signed zeros, of values and of scales (XLA flushes them on CPU). A block whose scale would
+be zero or not finite has the scale 1. Values are clamped before the cast: no finite value becomes NaN. NaN and infinity
+in a block are refused: their bits are larger than those of any finite number, so `amax` shows them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from shardfly_jax.sharding.errors import LanguageError
+from shardfly_jax.sharding.formats import flush, np_dtype
+
+Formula = Literal["reciprocal", "divide", "factor"]
+Rounding = Literal["ceil", "floor"]
+ScaleKind = Literal["float32", "power_of_two", "e8m0"]
+Scope = Literal["block", "row", "part", "rank", "tensor"]
+
+BIAS = 127
+"""Of the exponent of float32, and of E8M0."""
+E8M0_LARGEST = 2 * BIAS - 1
+"""The largest byte that is used, so that the reciprocal of a scale is never subnormal."""
+
+_REGISTERED: dict[str, type[Format]] = {}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Format:
+    """Base of all formats. A subclass states the rest.
+
+    Attributes:
+      codes: Dtype of the codes, one byte or more each.
+      largest: The largest code.
+      divisor: `scale = max(amax, floor) / divisor`.
+      floor: The least `amax` that counts; 0 for none.
+      formula: `reciprocal`: `x * (1 / scale)`; `divide`: `x / scale`; `factor`: `x * (divisor / amax)`, and the scale
+        is the reciprocal of that factor. Every operation is rounded to float32 by itself.
+      scale: `float32`; `power_of_two`: a power of two, kept as float32; `e8m0`: the same as a byte, its exponent plus
+        127.
+      rounding, shift: How a scale becomes a power of two: `ceil`, up from `max(amax, floor) / divisor`; `floor`, the
+        exponent of amax less `shift`.
+      zero_exponent: Plus 127, of a block whose scale is zero before it is rounded up.
+    """
+
+    codes: ClassVar[str] = "float8_e4m3fn"
+    largest: ClassVar[float] = 448.0
+    divisor: ClassVar[float] = 448.0
+    rounding: ClassVar[Rounding] = "ceil"
+    shift: ClassVar[int] = 0
+    zero_exponent: ClassVar[int] = BIAS
+    floor: float = 0.0
+    formula: Formula = "reciprocal"
+    scale: ScaleKind = "float32"
+
+    def __init_subclass__(cls) -> None:
+        _REGISTERED[cls.__name__] = cls
+
+    def __post_init__(self) -> None:
+        if not (np.isfinite(self.floor) and self.floor >= 0):
+            raise LanguageError(f"format: floor is {self.floor}, but it is a finite number of at least 0.")
+        if self.formula not in ("reciprocal", "divide", "factor"):
+            raise LanguageError(
+                f"format: formula is {self.formula!r}, but 'reciprocal', 'divide' or 'factor' is known."
+            )
+        if self.scale not in ("float32", "power_of_two", "e8m0"):
+            raise LanguageError(f"format: scale is {self.scale!r}. Use 'float32', 'power_of_two' or 'e8m0'.")
+        if self.scale != "float32" and self.formula == "factor":
+            raise LanguageError("format: a factor is no power of two. Use the formula 'reciprocal'.")
+
+    @property
+    def scope(self) -> Scope:
+        """Which elements share a scale: a `block` or `row` of the tensor, one `part` of a fused tensor on all ranks
+        together, what one `rank` holds, or the whole `tensor`."""
+        return "block"
+
+    @property
+    def block(self) -> tuple[int | None, int | None]:
+        """Rows and columns of a block, on the last two axes; None is the whole axis (cut by the scope)."""
+        raise NotImplementedError
+
+    @property
+    def scale_dtype(self) -> str:
+        """Dtype of the stored scales."""
+        return "uint8" if self.scale == "e8m0" else "float32"
+
+    # The meaning, in NumPy
+
+    def scales(self, amax: np.ndarray) -> np.ndarray:
+        """The stored scales of blocks.
+
+        Args:
+          amax: float32, finite, not negative.
+        """
+        if self.scale == "e8m0":
+            return self.exponents(amax).astype(np.uint8)
+        return self._steps(amax)
+
+    def exponents(self, amax: np.ndarray) -> np.ndarray:
+        """The exponents of power-of-two scales plus 127, int32."""
+        if self.rounding == "floor":
+            bits = np.maximum(np.asarray(amax, np.float32), np.finfo(np.float32).tiny).view(np.uint32)
+            return np.clip((bits >> 23).astype(np.int32) - self.shift, 0, E8M0_LARGEST)
+        bits = self._quotient(amax).view(np.uint32)
+        exponent = (bits >> 23).astype(np.int32) + ((bits & 0x7FFFFF) != 0)
+        return np.where(bits == 0, self.zero_exponent, np.minimum(exponent, E8M0_LARGEST)).astype(np.int32)
+
+    def _quotient(self, amax: np.ndarray) -> np.ndarray:
+        floored = np.maximum(np.asarray(amax, np.float32), np.float32(self.floor))
+        return flush(floored / np.float32(self.divisor))
+
+    def _steps(self, amax: np.ndarray) -> np.ndarray:
+        """Scales as float32 numbers."""
+        one = np.float32(1)
+        if self.scale != "float32":
+            return (self.exponents(amax).astype(np.uint32) << 23).view(np.float32)
+        if self.formula == "factor":
+            return flush(one / self.factors(amax))
+        quotient = self._quotient(amax)
+        return np.where(quotient == 0, one, quotient)
+
+    def factors(self, amax: np.ndarray) -> np.ndarray:
+        """What values are multiplied with, float32; not used by the formula `divide` of float32 scales."""
+        one = np.float32(1)
+        if self.scale != "float32":  # exact, also where the scale is subnormal
+            return ((2 * BIAS - self.exponents(amax)).astype(np.uint32) << 23).view(np.float32)
+        if self.formula == "factor":
+            floored = np.maximum(flush(np.asarray(amax, np.float32)), np.float32(self.floor))
+            with np.errstate(divide="ignore", over="ignore"):
+                factor = np.float32(self.divisor) / floored
+            return np.where(np.isfinite(factor), factor, one)
+        return one / self._steps(amax)
+
+    def encode(self, x: np.ndarray, amax: np.ndarray) -> np.ndarray:
+        """Codes.
+
+        Args:
+          x: Finite values of a dtype that float32 holds.
+          amax: float32, of each element's block; broadcasts against `x`.
+        """
+        values = flush(x.astype(np.float32))
+        if self.formula == "divide" and self.scale == "float32":
+            values = values / self._steps(amax)
+        else:
+            values = values * self.factors(amax)
+        values = np.clip(values, np.float32(-self.largest), np.float32(self.largest))
+        target = np_dtype(self.codes)
+        return (np.rint(values) if target.kind == "i" else values).astype(target)
+
+    def decode(self, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        """float32 values of codes and the stored scales of their blocks, which broadcast against them."""
+        if self.scale == "e8m0":
+            steps = np.ldexp(np.float32(1), scales.astype(np.int32) - BIAS)
+        else:
+            steps = scales.astype(np.float32)
+        return codes.astype(np.float32) * steps
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fp8Block(Format):
+    """e4m3 codes in blocks of rows x columns (DeepSeek-V3, Qwen3-FP8); edge blocks are what is left of them.
+
+    Scales: [..., ceil(rows / n), ceil(columns / m)]; leading axes (experts) have a grid of their own each. Padding with
+    zeros, as engines do, changes no scale. A block of zeros has the scale `floor / 448`.
+    """
+
+    rows: int = 128
+    columns: int = 128
+    floor: float = 1e-4
+
+    def __post_init__(self) -> None:
+        Format.__post_init__(self)
+        if self.rows < 1 or self.columns < 1:
+            raise LanguageError(f"format: a block is {self.rows} x {self.columns}, but it holds at least one element.")
+
+    @property
+    def block(self) -> tuple[int | None, int | None]:
+        return self.rows, self.columns
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fp8Channel(Format):
+    """e4m3 codes with a scale per output channel, a row: [..., N, 1].
+
+    `local` takes the maximum over what one rank holds of a row, as engines do that quantize after loading, and gives
+    [..., N, cuts of the columns]; without it the whole row counts, as in a checkpoint that was quantized before.
+    A row of zeros has the scale `floor / 448`, or 1 without a floor.
+    """
+
+    local: bool = False
+
+    @property
+    def scope(self) -> Scope:
+        return "rank" if self.local else "row"
+
+    @property
+    def block(self) -> tuple[int | None, int | None]:
+        return 1, None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Int8Channel(Fp8Channel):
+    """int8 codes from -127 to 127 with a scale per output channel, a row, `amax / 127`: [..., N, 1].
+
+    Rounded to the nearest, ties to even. A row of zeros has the scale 1. vLLM's online int8 experts use this formula
+    (`online/int8.py`), but in the weights' own dtype; here it is computed in float32.
+    """
+
+    codes: ClassVar[str] = "int8"
+    largest: ClassVar[float] = 127.0
+    divisor: ClassVar[float] = 127.0
+    formula: Formula = "divide"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fp8Tensor(Format):
+    """e4m3 codes with one scale for many rows and columns; leading axes (experts) have scales of their own.
+
+    Attributes:
+      per: `tensor`: one scale, [..., 1, 1]. `part`: one for each part of a fused tensor, on all ranks together,
+        [..., parts, 1] if rows are fused. `rank`: one for what each rank holds, [..., cuts of rows, cuts of columns]:
+        it changes with the number of ranks. Without a floor, zeros have the scale 1.
+    """
+
+    per: Literal["tensor", "part", "rank"] = "tensor"
+
+    def __post_init__(self) -> None:
+        Format.__post_init__(self)
+        if self.per not in ("tensor", "part", "rank"):
+            raise LanguageError(f"format: per is {self.per!r}, but 'tensor', 'part' or 'rank' is known.")
+
+    @property
+    def scope(self) -> Scope:
+        return self.per
+
+    @property
+    def block(self) -> tuple[int | None, int | None]:
+        return None, None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MxFp8(Format):
+    """e4m3 codes in blocks of 1 x 32 with E8M0 scales, a byte each: [..., N, ceil(K / 32)].
+
+    Attributes:
+      rounding: `floor`: the scale is `2^(floor(log2(amax)) - shift)`; `ceil`: `amax / 448`, up to a power of two.
+      shift: 8 as OCP's "Microscaling Formats (MX) 1.0", 6.3, has it for e4m3; 0 puts the largest value into [1, 2).
+
+    A block of zeros has the byte of the smallest normal float32: 0, or 1 with `floor` and no shift.
+    """
+
+    zero_exponent: ClassVar[int] = 0
+    rounding: Rounding = "floor"  # type: ignore[misc]
+    shift: int = 8  # type: ignore[misc]
+    scale: ScaleKind = "e8m0"
+
+    def __post_init__(self) -> None:
+        Format.__post_init__(self)
+        if self.rounding not in ("floor", "ceil") or self.scale != "e8m0" or self.shift not in range(16):
+            raise LanguageError(
+                f"format: rounding is {self.rounding!r}, scale {self.scale!r} and shift {self.shift}, but 'floor' or "
+                "'ceil', 'e8m0' and 0 to 15 are known."
+            )
+
+    @property
+    def block(self) -> tuple[int | None, int | None]:
+        return 1, 32
+
+
+def format_class(name: str) -> type[Format]:
+    """The format class of a name, for reading plans.
+
+    Raises:
+      KeyError: No module that was imported defines it.
+    """
+    return _REGISTERED[name]
+
+
+# Presets: what real engines compute
+
+
+def vllm_fp8_block() -> Fp8Block:
+    """vLLM's `per_block_cast_to_fp8` (`utils/deep_gemm.py`) without UE8M0: amax at least 1e-4, `x * (1 / scale)`."""
+    return Fp8Block(floor=1e-4)
+
+
+def sglang_fp8_block() -> Fp8Block:
+    """SGLang's `per_block_cast_to_fp8` (`layers/quantization/fp8_utils.py`): as vLLM's, always with UE8M0 scales."""
+    return deepgemm_ue8m0()
+
+
+def slime_fp8_block() -> Fp8Block:
+    """slime's and verl's `blockwise_cast_to_fp8_triton` (`kernels/fp8_kernel.py`): amax at least 1e-10."""
+    return Fp8Block(floor=1e-10)
+
+
+def nemo_fp8_block() -> Fp8Block:
+    """NeMo RL's `quantization/fp8.py` and verl's torch path: `x * (448 / amax)`, and its reciprocal as the scale."""
+    return Fp8Block(floor=0.0, formula="factor")
+
+
+def deepgemm_ue8m0() -> Fp8Block:
+    """DeepGEMM's `per_block_cast_to_fp8(use_ue8m0=True)` (`utils/math.py`): scales rounded up to powers of two.
+
+    In integers, as DeepGEMM does it now. Copies that use `ceil(log2(scale))` in float32 (vLLM's, SGLang's) may give
+    half the scale where the quotient is a power of two plus a few units in the last place.
+    """
+    return Fp8Block(floor=1e-4, scale="power_of_two")
+
+
+def vllm_fp8_channel() -> Fp8Channel:
+    """vLLM's row kernel (`csrc/quantization/w8a8/fp8/common.cu`): divides; scales are at least 1 / (448 * 512)."""
+    return Fp8Channel(floor=1 / 512, formula="divide", local=True)
+
+
+def vllm_fp8_tensor() -> Fp8Tensor:
+    """vLLM's online default (`online/fp8.py`): over what a rank holds, no floor, `x * (1 / scale)`."""
+    return Fp8Tensor(per="rank")
+
+
+def sglang_fp8_tensor() -> Fp8Tensor:
+    """SGLang's `input_to_float8` (`layers/quantization/fp8_utils.py`): `x * (448 / amax)`, amax at least 1e-12."""
+    return Fp8Tensor(per="rank", floor=1e-12, formula="factor")
+
+
+def ocp_mxfp8() -> MxFp8:
+    """OCP's "Microscaling Formats (MX) Specification 1.0", section 6.3: `2^(floor(log2(amax)) - 8)`, saturating."""
+    return MxFp8()
+
+
+def vllm_mxfp8() -> MxFp8:
+    """vLLM 0.21's torch path (`quantization/utils/mxfp8_utils.py`): the exponent of amax itself."""
+    return MxFp8(shift=0)
+
+
+def vllm_mxfp8_round_up() -> MxFp8:
+    """Later versions of vLLM's torch path: `amax / 448` rounded up to a power of two, so that nothing saturates."""
+    return MxFp8(rounding="ceil")

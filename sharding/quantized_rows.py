@@ -1,0 +1,208 @@
+"""Rows of quantized targets and of their scales: slots are settled once all targets are known, then read and filled."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardfly_jax.sharding.blocking import STAGING, Blocks, Part, Slots
+from shardfly_jax.sharding.denotation import Value
+from shardfly_jax.sharding.formats import Encode
+from shardfly_jax.sharding.language import Expr, Fuse, Quantize, Scales, children, quantized, rewrite
+from shardfly_jax.sharding.layouts import Layout
+from shardfly_jax.sharding.lowering import MAX_DIMS, BlockView, SourceShards, Template
+from shardfly_jax.sharding.moves import MoveTable
+from shardfly_jax.sharding.problem import Family
+from shardfly_jax.sharding.routing import Group
+from shardfly_jax.sharding.schedule import LAG, Place
+
+if TYPE_CHECKING:
+    from shardfly_jax.sharding.rows import Rows
+
+SLOT_DTYPE = "uint32"
+"""Slots hold the bits of float32 numbers."""
+
+
+def reads_scales(expr: Expr) -> bool:
+    """Whether an expression has scales among its operands."""
+    return isinstance(expr, Scales) or any(reads_scales(child) for child in children(expr))
+
+
+class QuantizedRows:
+    """The quantized part of `Rows`.
+
+    Attributes:
+      scale_groups: Groups that wait until slots are settled.
+      views: What the `block` column names, by index.
+      slots: In order of their families, which follow the problem's.
+      users: Groups that read each of them.
+    """
+
+    def __init__(self, rows: Rows):
+        self._rows = rows
+        self._blocks: dict[tuple[object, ...], Blocks] = {}
+        self._waiting: list[tuple[Blocks, int, Group, int, Part]] = []
+        self._base = len(rows.problem.families)
+        self.scale_groups: list[tuple[int, Group]] = []
+        self.views: dict[BlockView, int] = {}
+        self.slots: list[Slots] = []
+        self.families: list[Family] = []
+        self.users: list[set[int]] = []
+
+    def _blocks_of(self, value: Expr, expr: Quantize | Scales, layers: tuple[int, int]) -> Blocks:
+        key = (value, expr.format, expr.segments, layers)
+        if key not in self._blocks:
+            rows = self._rows
+            self._blocks[key] = Blocks(*key, rows.problem._lookup, rows.shards)
+        return self._blocks[key]
+
+    def lower(self, index: int, group: Group, expr: Quantize) -> np.ndarray:
+        """The rows of a group whose blocks need no slots; the others wait.
+
+        Raises:
+          LanguageError: Its elements are not written exactly once.
+        """
+
+        def leaf(node: Expr) -> Expr | None:
+            return dataclasses.replace(node, cuts=group.cuts) if isinstance(node, Fuse) else None
+
+        blocks = self._blocks_of(rewrite(expr.value, leaf), expr, group.layers)
+        start = tuple(lo for lo, _ in group.box)
+        out = []
+        for number, band in enumerate(group.bands):
+            written = 0
+            for part in blocks.parts(band.box, group.layers):
+                written += part.size
+                made = blocks.encoded(part, start, group.strides)
+                if made is None:
+                    blocks.need(part)
+                    self._waiting.append((blocks, index, group, number, part))
+                else:
+                    out += [self._flat(index, number, t, expr) for t in made]
+            self._rows.check_tiled(written, band.size * group.n_layers)
+        return self._rows.stacked(out)
+
+    def _flat(self, index: int, band: int, t: Template, expr: Quantize) -> tuple[int, ...]:
+        encoding = t._replace(steps=(*t.steps, Encode(expr.format)))
+        return self._rows.flat(index, band, encoding, expr.format.codes)
+
+    def view(self, block: BlockView | None) -> int:
+        """Index of a view, for the `block` column."""
+        return -1 if block is None else self.views.setdefault(block, len(self.views))
+
+    # Slots
+
+    def settle(self) -> None:
+        """Fixes the slots and their owners, and adds the rows that waited for them."""
+        read: dict[Blocks, None] = {}
+        for _, group in self.scale_groups:
+            todo: list[Expr] = [group.expr]
+            while todo:
+                node = todo.pop()
+                if isinstance(node, Scales):
+                    read[self._blocks_of(node.value, node, group.layers)] = None
+                else:
+                    todo += children(node)
+        for blocks in read:
+            blocks.need_split()
+        load: dict[int, int] = {}
+        for number, blocks in enumerate(self._blocks.values()):
+            for k, box in enumerate(blocks.slot_boxes()):
+                family = self._base + len(self.slots)
+                slots = Slots(box, family, f"amax-{number}-{k}.{{i}}", -1)
+                holders = {rank for t in blocks.reductions(slots) for rank in self._rows.holders_of(t.family, t.shard)}
+                slots.owner = min(holders or {0}, key=lambda rank: (load.get(rank, 0), rank))
+                blocks.slots.append(slots)
+                self.slots.append(slots)
+                self.users.append(set())
+                (lo, hi), *grid = box
+                layout = Layout(blocks.grid, SLOT_DTYPE, {slots.owner: grid})
+                self.families.append(Family(STAGING, slots.name, lo, hi - lo, layout))
+                load[slots.owner] = load.get(slots.owner, 0) + layout.local_size(slots.owner) * (hi - lo)
+        ready: dict[int, list[tuple[int, ...]]] = {}
+        for blocks, index, group, band, part in self._waiting:
+            expr = quantized(group.expr)
+            assert expr is not None
+            start = tuple(lo for lo, _ in group.box)
+            for slots in blocks.slots:
+                for inside in blocks.in_slots(part, slots):
+                    self.users[slots.family - self._base].add(index)
+                    made = blocks.encoded_with_slots(inside, slots, start, group.strides)
+                    ready.setdefault(index, []).extend(self._flat(index, band, t, expr) for t in made)
+        self._rows.templates += [self._rows.stacked(flats) for flats in ready.values()]
+        self._waiting.clear()
+
+    def slot_shards(self, name: str) -> list[SourceShards] | None:
+        """What holds the slots that a piece reads; None if it reads a source."""
+        for slots in self.slots:
+            if slots.name == name:
+                family = self.families[slots.family - self._base]
+                bounds = np.array([slots.box[1:]], np.int64)
+                held = [(slots.box[1:], slots.strides)]
+                return [SourceShards(slots.family, family.first, slots.box[0], bounds, held)]
+        return None
+
+    def scales_of(self, expr: Scales, layers: tuple[int, int]) -> Value:
+        """The stored scales of a quantized value, as a value."""
+        return self._blocks_of(expr.value, expr, layers).scales()
+
+    def note_readers(self, index: int, made: Sequence[Template]) -> None:
+        """Remembers which slots a group of scales reads."""
+        for t in made:
+            if t.family >= self._base:
+                self.users[t.family - self._base].add(index)
+
+    # The table
+
+    def placed(self, where: Sequence[Place]) -> list[Place]:
+        """Places of groups; those that read slots begin after these are full."""
+        late = set().union(*self.users)
+        return [p._replace(order=p.order + LAG) if index in late else p for index, p in enumerate(where)]
+
+    def read_families(self) -> list[Family]:
+        """The families of slots; those that nobody reads hold no tensors."""
+        pairs = zip(self.families, self.users, strict=True)
+        return [family if users else dataclasses.replace(family, count=0) for family, users in pairs]
+
+    def reductions(
+        self, groups: Sequence[Group], where: Sequence[Place], served: dict[tuple[int, int], int]
+    ) -> MoveTable:
+        """The rows that fill the slots.
+
+        Args:
+          where: Places before `placed`.
+          served: By (slots' family, shard), the rank that encodes from them: it reduces too.
+        """
+        rows, columns = self._rows, []
+        for blocks in self._blocks.values():
+            for slots in blocks.slots:
+                users = [(groups[g], where[g]) for g in self.users[slots.family - self._base]]
+                if not users:
+                    continue
+                first = slots.box[0][0]
+                step = min(place.layer_step for _, place in users)
+                order = min(place.order + (first - group.layers[0]) * place.layer_step for group, place in users)
+                for t in blocks.reductions(slots):
+                    rank = -1
+                    if t.family >= 0:
+                        holders = rows.holders_of(t.family, t.shard)
+                        rank = served.get((slots.family, rows.first_holder[t.family] + t.shard), holders[0])
+                    pad = (0,) * (MAX_DIMS - len(t.dims))
+                    extents, source, target = zip(*t.dims, strict=True) if t.dims else ((), (), ())
+                    spread = (slots.owner - rank) % (rows.problem.source_ranks + rows.problem.target_ranks)
+                    columns.append({
+                        "source_family": t.family, "source_rank": rank, "target_family": slots.family,
+                        "target_rank": slots.owner, "extents": (*extents, *(n + 1 for n in pad)),
+                        "source_strides": (*source, *pad), "target_strides": (*target, *pad),
+                        "source_offset": t.source_offset, "target_offset": t.target_offset, "count": t.count,
+                        "source_tensor": t.source_tensor, "source_tensor_step": t.source_tensor_step,
+                        "source_offset_step": t.source_offset_step, "target_tensor": t.layer - first,
+                        "target_tensor_step": t.layer_step, "convert": rows.convert_of(t, SLOT_DTYPE), "band": -1,
+                        "hop": 0, "order": order + (t.layer - first) * step + spread, "order_step": t.layer_step * step,
+                        "order_span": 0, "block": -1,
+                    })  # fmt: skip
+        names = columns[0] if columns else {}
+        return MoveTable.from_columns(**{name: np.array([row[name] for row in columns]) for name in names})

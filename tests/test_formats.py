@@ -1,0 +1,251 @@
+"""Quantized formats against float64 arithmetic and ml_dtypes' casts, for every class of values."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import shardfly_jax as sf
+from shardfly_jax import formats
+from shardfly_jax.sharding.formats import np_dtype
+from shardfly_jax.sharding.grids import block_indices, grid_runs, grid_shape, quantize
+from shardfly_jax.sharding.quantization import Format, format_class
+
+E4M3 = ml_dtypes.float8_e4m3fn
+TINY = float(np.finfo(np.float32).tiny)
+PRESETS = [
+    formats.vllm_fp8_block(), formats.sglang_fp8_block(), formats.slime_fp8_block(), formats.nemo_fp8_block(),
+    formats.deepgemm_ue8m0(), formats.vllm_fp8_channel(), formats.vllm_fp8_tensor(), formats.sglang_fp8_tensor(),
+    formats.ocp_mxfp8(), formats.vllm_mxfp8(), formats.vllm_mxfp8_round_up(), formats.Int8Channel(),
+    formats.Fp8Block(rows=3, columns=5, scale="e8m0"), formats.Fp8Channel(floor=1e-6), formats.Fp8Tensor(),
+]  # fmt: skip
+NAMES = [f"{type(f).__name__}-{k}" for k, f in enumerate(PRESETS)]
+
+
+def rounded(x: float) -> float:
+    """One float32 rounding of an exact (or float64-exact enough) number, subnormals as zero."""
+    y = float(np.float32(x))
+    return 0.0 if abs(y) < TINY else y
+
+
+def scale_by_hand(f: Format, amax: float) -> tuple[float, float]:
+    """Stored scale and the number by which values are multiplied (or, negative, divided)."""
+    a = max(0.0 if amax < TINY else amax, float(np.float32(f.floor)))
+    if isinstance(f, formats.MxFp8):
+        a = max(a, TINY)
+        if f.rounding == "ceil":
+            a = rounded(a / 448)
+            if a == 0:
+                return 0, 2.0**127
+        # exactly: powers of two and comparisons of float64 numbers that hold float32 ones
+        e = -200
+        while 2.0 ** (e + 1) <= a:
+            e += 1
+        e = e + (2.0**e < a) if f.rounding == "ceil" else e - f.shift
+        e = min(max(e, -127), 126)
+        return e + 127, 2.0**-e
+    if f.formula == "factor":
+        factor = rounded(f.divisor / a) if a and f.divisor / a < 3.4028235e38 else 1.0
+        return rounded(1 / factor), factor
+    s = rounded(a / f.divisor)
+    if f.scale == "float32":
+        s = s or 1.0
+        return s, (-s if f.formula == "divide" else rounded(1 / s))
+    if s == 0:
+        return (127 if f.scale == "e8m0" else 1.0), 1.0
+    e = -126
+    while 2.0**e < s:
+        e += 1
+    return (e + 127 if f.scale == "e8m0" else 2.0**e), 2.0**-e
+
+
+def code_by_hand(f: Format, x: float, by: float) -> object:
+    if abs(x) < TINY:
+        x = float(np.copysign(0, x))
+    y = float(np.float32(x / -by if by < 0 else x * by))  # a float64 product of float32 numbers is exact
+    y = min(max(y, -f.largest), f.largest)
+    if f.codes == "int8":
+        return np.int8(round(y))  # Python rounds ties to even
+    return np.float64(y).astype(E4M3)
+
+
+def check_block(f: Format, values: np.ndarray) -> None:
+    """One block, given as a row, against arithmetic by hand."""
+    amax = float(np.max(np.abs(values.astype(np.float64)), initial=0.0))
+    scale, by = scale_by_hand(f, amax)
+    array = np.float32([amax])
+    have = f.scales(array)
+    assert have.dtype == np_dtype(f.scale_dtype)
+    assert float(have[0]) == scale, (amax, have, scale)
+    codes = f.encode(values, array)
+    assert codes.dtype == np_dtype(f.codes)
+    want = np.array([code_by_hand(f, float(x), by) for x in values])
+    wrong = np.flatnonzero(codes.view(np.uint8) != want.view(np.uint8))
+    assert not len(wrong), (values[wrong[0]], codes[wrong[0]], want[wrong[0]], scale)
+    assert np.isfinite(codes.astype(np.float32)).all()
+
+
+VALUES = {
+    "zeros": np.zeros(32, np.float32),
+    "negative zeros": np.full(32, -0.0, np.float32),
+    "float32 denormals": np.float32([1e-40, -1e-45, 3e-39, -0.0] * 8),
+    "normal numbers next to denormals": np.float32([1.2e-38, -1.5e-38, 1e-39, 0] * 8),
+    "bfloat16 denormals": np.float32([1e-40, -3e-39] * 16).astype(ml_dtypes.bfloat16),
+    "float16 denormals": np.float32([6e-8, -1e-6, 3e-5, 0] * 8).astype(np.float16),
+    "one huge value": np.float32([3e38, *[1.0, -2.0, 1e30] * 10, 5]),
+    "one huge value of bfloat16": np.float32([3.3e38, *[1.0] * 31]).astype(ml_dtypes.bfloat16),
+    "edges of e4m3": np.float32([448, -448, 447.9, -447.9, 464, -464, 432, 2**-9, 2**-10, -(2**-10), 2**-6, 0] * 2),
+    "ties": np.float32([448, *np.arange(-15, 16) * 0.0625 + 0.03125]),
+    "ties of int8": np.float32([127, *np.arange(-15, 16) + 0.5]),
+    "below every floor": np.float32([1e-13, -2e-14] * 16),
+    "between the floors": np.float32([3e-5, -1e-6] * 16),
+    "powers of two times 448": np.float32([448 * 2.0**-k for k in range(32)]),
+    "the largest float32": np.float32([3.4028235e38, -3.4028235e38] * 16),
+}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+@pytest.mark.parametrize("f", PRESETS, ids=NAMES)
+def test_codes_and_scales_are_those_of_exact_arithmetic(f: Format, kind: str) -> None:
+    check_block(f, VALUES[kind])
+
+
+@pytest.mark.parametrize("f", PRESETS, ids=NAMES)
+def test_codes_and_scales_of_random_blocks_are_those_of_exact_arithmetic(f: Format, rng: np.random.Generator) -> None:
+    for _ in range(40):
+        values = rng.standard_normal(32) * 10.0 ** rng.integers(-12, 6)
+        check_block(f, values.astype(rng.choice(["float32", "bfloat16"])))
+
+
+@pytest.mark.parametrize("formula", ["reciprocal", "divide", "factor"])
+def test_a_million_codes_of_each_formula_are_those_of_float64_arithmetic(
+    formula: str, rng: np.random.Generator
+) -> None:
+    x = (rng.standard_normal((8, 1 << 17)) * 0.02).astype(ml_dtypes.bfloat16)
+    codes, scales = quantize(formats.Fp8Channel(formula=formula), x)
+    wide = x.astype(np.float64)
+    amax = np.abs(wide).max(1, keepdims=True)
+    s = (amax / 448).astype(np.float32).astype(np.float64)
+    y = wide / s
+    if formula == "reciprocal":
+        y = wide * (1 / s).astype(np.float32).astype(np.float64)
+    elif formula == "factor":
+        factor = (448 / amax).astype(np.float32).astype(np.float64)
+        y, s = wide * factor, (1 / factor).astype(np.float32)
+    want = np.clip(y.astype(np.float32), -448, 448).astype(np.float64).astype(E4M3)
+    assert codes.tobytes() == want.tobytes()
+    assert scales.tobytes() == s.astype(np.float32).tobytes()
+
+
+def test_the_three_formulas_differ_in_some_codes_and_scales() -> None:
+    x = (np.random.default_rng(0).standard_normal((1024, 1024)) * 0.02).astype(ml_dtypes.bfloat16)
+    done = {name: quantize(formats.Fp8Block(formula=name), x) for name in ("reciprocal", "divide", "factor")}
+    codes = {name: c.view(np.uint8) for name, (c, _) in done.items()}
+    assert (codes["reciprocal"] != codes["divide"]).sum() == 95
+    assert (done["reciprocal"][1] == done["divide"][1]).all()
+    assert (done["reciprocal"][1] != done["factor"][1]).sum() == 24
+
+
+def test_a_cast_without_clamping_would_give_nan() -> None:
+    assert np.isnan(np.float32(465).astype(E4M3))
+    codes = formats.MxFp8().encode(np.float32([511.0]), np.float32([511.0]))  # OCP's scale lets values saturate
+    assert float(codes[0]) == 448
+
+
+def test_decoded_values_are_near_what_was_encoded(rng: np.random.Generator) -> None:
+    x = rng.standard_normal((256, 256), np.float32)
+    for f, limit in ((formats.Fp8Block(), 0.028), (formats.deepgemm_ue8m0(), 0.028), (formats.MxFp8(), 0.035)):
+        codes, scales = quantize(f, x)
+        wide = scales
+        for axis, index in enumerate(block_indices(f, x.shape, ((), ()))):
+            wide = wide.take(index, axis)
+        error = np.linalg.norm(f.decode(codes, wide) - x) / np.linalg.norm(x)
+        assert 0.02 < error < limit
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_nan_and_infinity_are_refused_with_the_tensors_name(bad: float, dtype: str) -> None:
+    x = np.ones((200, 300), np_dtype(dtype))
+    x[150, 299] = bad
+    with pytest.raises(sf.NotFinite, match=r"'h\.0\.w' hold NaN or infinity in 1 of 6 blocks"):
+        quantize(formats.Fp8Block(), x, what="'h.0.w'")
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (127, 129), (128, 128), (300, 70), (3, 130, 257)])
+def test_blocks_at_ragged_edges_are_quantized_as_if_padded_with_zeros(
+    shape: tuple[int, ...], rng: np.random.Generator
+) -> None:
+    x = rng.standard_normal(shape, np.float32)
+    rows, columns = (-n % 128 for n in shape[-2:])
+    padded = np.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, rows), (0, columns)])
+    codes, scales = quantize(formats.Fp8Block(), x)
+    padded_codes, padded_scales = quantize(formats.Fp8Block(), padded)
+    assert scales.shape == (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
+    assert scales.tobytes() == padded_scales.tobytes()
+    inside = padded_codes[..., : shape[-2], : shape[-1]]
+    assert codes.tobytes() == np.ascontiguousarray(inside).tobytes()
+    for index in np.ndindex(scales.shape):  # and block by block
+        cut = tuple(slice(i, i + 1) for i in index[:-2]) + tuple(slice(128 * i, 128 * i + 128) for i in index[-2:])
+        assert scales[index] == np.float32(max(np.abs(x[cut]).max(), np.float32(1e-4)) / np.float32(448))
+
+
+def test_scale_shapes_and_scopes() -> None:
+    for f, scope, shape in (
+        (formats.Fp8Block(), "block", (4, 2, 3)),
+        (formats.Fp8Channel(), "row", (4, 256, 1)),
+        (formats.Int8Channel(local=True), "rank", (4, 256, 1)),
+        (formats.Fp8Tensor(), "tensor", (4, 1, 1)),
+        (formats.MxFp8(), "block", (4, 256, 9)),
+    ):
+        assert f.scope == scope
+        assert grid_shape(f, (4, 256, 280), ((), ())) == shape
+
+
+def test_segments_share_a_scale_where_they_share_an_index(rng: np.random.Generator) -> None:
+    x = rng.standard_normal((8, 6), np.float32)
+    segments = ((0, 2, 0), (2, 3, 1), (3, 5, 0), (5, 8, 1))
+    codes, scales = quantize(formats.Fp8Tensor(per="part"), x, (segments, ()))
+    first, second = x[[0, 1, 3, 4]], x[[2, 5, 6, 7]]
+    assert scales.shape == (2, 1)
+    assert scales[:, 0].tolist() == [np.float32(np.abs(part).max() / np.float32(448)) for part in (first, second)]
+    for rows, part in (([0, 1, 3, 4], first), ([2, 5, 6, 7], second)):
+        assert codes[rows].tobytes() == quantize(formats.Fp8Tensor(), part)[0].tobytes()
+    runs, _ = grid_runs(formats.Fp8Tensor(per="part"), (8, 6), (segments, ()))
+    assert not any(run.whole for run in runs)
+
+
+def test_a_new_format_is_one_class(rng: np.random.Generator) -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class E5M2Rows(Format):
+        codes = "float8_e5m2"
+        largest = divisor = 57344.0
+
+        @property
+        def block(self) -> tuple[int | None, int | None]:
+            return 1, None
+
+    x = rng.standard_normal((3, 16), np.float32)
+    codes, scales = quantize(E5M2Rows(), x)
+    assert scales[:, 0].tolist() == (np.abs(x).max(1) / np.float32(57344)).tolist()
+    want = np.clip(x * (np.float32(1) / scales), -57344, 57344).astype(ml_dtypes.float8_e5m2)
+    assert codes.tobytes() == want.tobytes()
+    assert format_class("E5M2Rows") is E5M2Rows
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: formats.Fp8Block(floor=-1.0), lambda: formats.Fp8Block(floor=float("nan")),
+        lambda: formats.Fp8Block(rows=0), lambda: formats.Fp8Block(formula="fast"),
+        lambda: formats.Fp8Block(scale="e8m0", formula="factor"), lambda: formats.Fp8Block(scale="e4m3"),
+        lambda: formats.Fp8Tensor(per="row"), lambda: formats.MxFp8(rounding="up"), lambda: formats.MxFp8(shift=-1),
+        lambda: quantize(formats.Fp8Block(), np.ones(4, np.float32)),
+    ],
+)  # fmt: skip
+def test_formats_that_cannot_be_are_refused(wrong) -> None:
+    with pytest.raises(sf.LanguageError):
+        wrong()
