@@ -71,7 +71,7 @@ def main() -> None:
 
     runs: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "planning": lambda: planning.run(report),
-        "simulated": lambda: simulated.run(report),
+        "simulated": lambda: simulated.run(console),
         "updating": lambda: updating.run(console),
         "on_gpu": lambda: on_gpu.run(report),
     }

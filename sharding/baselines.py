@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from shardfly_jax.sharding.bounds import needs_of
+from shardfly_jax.sharding.bounds import Needs
 from shardfly_jax.sharding.plan import Plan
 from shardfly_jax.sharding.rates import measured
 from shardfly_jax.sharding.simulate import row_secs
 from shardfly_jax.sharding.topology import Topology
 
 
-def gather_broadcast_secs(plan: Plan, topology: Topology) -> float:
+def gather_broadcast_secs(plan: Plan, needs: Needs, topology: Topology) -> float:
     """Gather on the trainers, broadcast of full tensors in buckets, conversion on every rollout (veRL, SGLang).
 
     The trainers gather every tensor; one of them packs the buckets and broadcasts them to all rollouts, in a pipeline
@@ -23,7 +23,6 @@ def gather_broadcast_secs(plan: Plan, topology: Topology) -> float:
     `update_weights_from_distributed`.
     """
     rows = measured()
-    needs = needs_of(plan, topology)
     model = needs.egress_nbytes or int(needs.memory_nbytes.sum())
     nccl = 16_381_470_720 / rows["nccl_wire"]["secs"]
     trainers = np.unique(topology.gpu(np.arange(plan.source_ranks)))
@@ -38,7 +37,7 @@ def gather_broadcast_secs(plan: Plan, topology: Topology) -> float:
     return gather + pack + wire + convert
 
 
-def shard_to_shard_secs(plan: Plan, topology: Topology) -> float:
+def shard_to_shard_secs(plan: Plan, needs: Needs, topology: Topology) -> float:
     """Every shard straight from a trainer to every rollout that needs it, nothing forwarded (Awex, vLLM RDT, ...).
 
     Converted in flight by the same kernel, without staging; the busiest link's time. Receivers of the same bytes are
@@ -55,7 +54,6 @@ def shard_to_shard_secs(plan: Plan, topology: Topology) -> float:
     at = link[first] * gpus + topology.gpu(moves.source_rank[first])
     egress = np.bincount(at, secs[first] * receivers[band[first]])
     # all receivers of a band take what its first takes; spread evenly, the fullest takes its bytes at the mean price
-    needs = needs_of(plan, topology)
     price = secs[first].sum() / max(plan.row_nbytes[first].sum(), 1)
     launches = topology.stores.launch_secs if topology.stores else 0.0
     return max(float(egress.max()), float(needs.gpu_nbytes.max() * price)) + launches

@@ -70,9 +70,8 @@ def needs_of(plan: Plan, topology: Topology) -> Needs:
     )
 
 
-def bound_of(plan: Plan, topology: Topology, stores: Stores | None) -> Bound:
+def bound_of(plan: Plan, needs: Needs, topology: Topology, stores: Stores | None) -> Bound:
     """The bound at the links' rates, or at what a kernel's stores reach."""
-    needs = needs_of(plan, topology)
     one, both, memory = (
         (stores.nvlink_rate, stores.both_ways_rate, stores.memory[-1][1])
         if stores

@@ -18,7 +18,7 @@ import numpy as np
 from shardfly_jax.sharding.language import Expr
 from shardfly_jax.sharding.layouts import Box, box_shape
 from shardfly_jax.sharding.problem import Problem
-from shardfly_jax.sharding.routes import LONGEST_CHAIN, Route, fill_hops, roots_of, route
+from shardfly_jax.sharding.routes import Route, fill_hops, roots_of, route
 from shardfly_jax.sharding.topology import Topology
 
 BAND_NBYTES = 16 << 20
@@ -31,12 +31,14 @@ TINY_PERCENT = 1
 """A group with at most this part of a rank's bytes keeps one root for all its layers."""
 FILL_PERCENT = 4
 """What filling a group's chain may add to an update: more members or more bytes per layer make more rounds."""
-CROWDED_HOST = 4
-"""With so many members in a host, what they pass on over NVLink takes about as long as what its NICs bring."""
-SMOOTH_ROUNDS = 32
-"""Rounds at most where bands are passed on while the next ones arrive, instead of in bursts."""
+SMOOTH_ROUNDS = 64
+"""Rounds at most so that bands are passed on while the next ones arrive; in bursts they would leave links idle."""
+SMOOTH_LATE_ROUNDS = 256
+"""The same for tensors outside the layers, which are large and spread over most of an update."""
 SMOOTH_BAND_NBYTES = 256 << 10
-"""Bands of such groups at least."""
+"""Bands are not cut below this to that end."""
+SMOOTH_ROWS = 1 << 18
+"""Nor so that the forwards of one tensor on all ranks would be more rows than this."""
 LATE_PERCENT = 25
 """The same for tensors outside the layers, which end before the last quarter of an update (see `schedule`)."""
 
@@ -153,7 +155,7 @@ def make_groups(problem: Problem, topology: Topology | None) -> list[Group]:
             held[rank] = held.get(rank, 0) + group.box_nbytes * group.n_layers
     largest = max(held.values(), default=1)
     for group in groups:
-        _cut_bands(group, largest, topology is not None)
+        _cut_bands(group, largest, len(held), topology is not None)
     _choose_roots(groups)
     return groups
 
@@ -168,12 +170,13 @@ def _is_dense(box: Box, strides: Sequence[int]) -> bool:
     return True
 
 
-def _cut_bands(group: Group, rank_nbytes: int, known_hosts: bool) -> None:
+def _cut_bands(group: Group, rank_nbytes: int, ranks: int, known_hosts: bool) -> None:
     """Sets a group's bands and rounds.
 
     Args:
       group: With its members.
       rank_nbytes: What the fullest rank holds.
+      ranks: How many ranks hold targets.
       known_hosts: Whether `sizes` are those of a topology's hosts.
     """
     size, members = math.prod(box_shape(group.box)), len(group.members)
@@ -190,8 +193,9 @@ def _cut_bands(group: Group, rank_nbytes: int, known_hosts: bool) -> None:
     # a route takes as many times as long to fill as one round takes to pass on
     percent = FILL_PERCENT if group.n_layers > 1 else LATE_PERCENT
     rounds = min(-(-nbytes * fill_hops(group.sizes) * 100 // (rank_nbytes * percent)), most)
-    if known_hosts and _bursts(group):
-        rounds = max(rounds, min(SMOOTH_ROUNDS, nbytes // (SMOOTH_BAND_NBYTES * roots)))
+    if known_hosts:
+        smooth = SMOOTH_LATE_ROUNDS if group.n_layers == 1 else SMOOTH_ROUNDS
+        rounds = max(rounds, min(smooth, SMOOTH_ROWS // (ranks * roots), nbytes // (SMOOTH_BAND_NBYTES * roots)))
     per_root = max(-(-nbytes // (BAND_NBYTES * roots)), rounds)
     axes = sorted(range(len(group.box)), key=lambda a: (-group.strides[a], a))
     boxes = _cut(group.box, axes, per_root * roots)
@@ -204,16 +208,6 @@ def _cut_bands(group: Group, rank_nbytes: int, known_hosts: bool) -> None:
         )
         group.bands.append(Band(box, offset, math.prod(box_shape(box))))
     group.rounds = min(rounds, group.bands_per_root)
-
-
-def _bursts(group: Group) -> bool:
-    """Whether bands that are passed on all at once would leave links idle that the update's time depends on.
-
-    Tensors outside the layers are large; among many members of a host NVLink counts as much as NICs; in a tree a host
-    sends twice.
-    """
-    hosts, most = len(group.sizes), max(group.sizes)
-    return group.n_layers == 1 or hosts == 1 or most >= CROWDED_HOST or hosts > LONGEST_CHAIN
 
 
 def _cut(box: Box, axes: Sequence[int], count: int) -> list[Box]:

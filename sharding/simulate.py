@@ -17,7 +17,7 @@ import itertools
 
 import numpy as np
 
-from shardfly_jax.sharding.bounds import Bound, bound_of
+from shardfly_jax.sharding.bounds import Bound, Needs, bound_of, needs_of
 from shardfly_jax.sharding.formats import itemsize
 from shardfly_jax.sharding.moves import contiguous
 from shardfly_jax.sharding.plan import Plan
@@ -34,6 +34,7 @@ class Simulation:
 
     Attributes:
       topology: Where it would run.
+      needs: What must get where.
       secs: Predicted time, launches included.
       launch_secs: Of that, what launches cost.
       bound: What no plan can be faster than on these links (`bounds`).
@@ -42,6 +43,7 @@ class Simulation:
     """
 
     topology: Topology
+    needs: Needs
     secs: float
     launch_secs: float
     bound: Bound
@@ -84,7 +86,7 @@ def simulate(plan: Plan, topology: Topology) -> Simulation:
     """
     topology.check(plan.ranks)
     stores = topology.stores
-    flows = _flows(plan, topology)
+    flows, needs = _flows(plan, topology), needs_of(plan, topology)
     gpus = int(topology.gpu(np.arange(plan.ranks)).max(initial=0)) + 1
     out_link, in_link = flows.link * gpus + flows.source, flows.link * gpus + flows.target
     links = len(LINKS) * gpus
@@ -93,10 +95,11 @@ def simulate(plan: Plan, topology: Topology) -> Simulation:
     launch_secs = stores.launch_secs if stores else 0.0
     return Simulation(
         topology=topology,
+        needs=needs,
         secs=_played(flows, out_link, in_link, sending, receiving, gpus, topology.hop_secs) + launch_secs,
         launch_secs=launch_secs,
-        bound=bound_of(plan, topology, None),
-        stores_bound_secs=bound_of(plan, topology, stores).secs,
+        bound=bound_of(plan, needs, topology, None),
+        stores_bound_secs=bound_of(plan, needs, topology, stores).secs,
         busiest=busiest,
     )
 

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh
 
 import shardfly_jax as sf
 from shardfly_jax.sharding.baselines import gather_broadcast_secs, shard_to_shard_secs
+from shardfly_jax.sharding.bounds import needs_of
 from shardfly_jax.sharding.rates import MEMORY, NVLINK, measured, measured_stores
 from shardfly_jax.sharding.topology import Topology, pools, preset
 
@@ -162,7 +163,7 @@ def predictions() -> dict[str, float]:
         "kernel_qwen3_8b": model.simulate(one_gpu).secs,
         "kernel_qwen3_8b_cast": cast.simulate(one_gpu).secs,
         "kernel_qwen3_30b": moe.simulate(one_gpu).secs,
-        "nccl_buckets": gather_broadcast_secs(model, two_gpus),
+        "nccl_buckets": gather_broadcast_secs(model, needs_of(model, two_gpus), two_gpus),
     }
 
 
@@ -187,11 +188,11 @@ def test_every_measured_row_has_a_use_and_the_others_say_why_not() -> None:
 
 def test_without_forwarding_trainers_send_every_replica_its_own() -> None:
     plan, topology = qwen("Qwen3-8B", 2, 1, 4, 8)
-    secs = shard_to_shard_secs(plan, topology) - measured_stores().launch_secs
+    secs = shard_to_shard_secs(plan, needs_of(plan, topology), topology) - measured_stores().launch_secs
     assert secs == pytest.approx(4 * plan.egress_nbytes / (2 * 50e9), rel=0.01)
     assert plan.simulate(topology).secs < secs / 3
 
 
 def test_a_broadcast_of_everything_is_as_slow_as_its_root() -> None:
     plan, topology = qwen("Qwen3-8B", 2, 1, 4, 8)
-    assert gather_broadcast_secs(plan, topology) > plan.egress_nbytes / 50e9
+    assert gather_broadcast_secs(plan, needs_of(plan, topology), topology) > plan.egress_nbytes / 50e9
