@@ -27,7 +27,8 @@ from shardfly_jax.sharding.topology import pools
 
 TRAINERS = (2, 8, 128, 1024)
 ROLLOUT_SIZES = (2, 8, 32, 128, 1024)
-"""GPUs of a pool. 1,024 rollouts are fed by 1,024 trainers only: such cells take most of the time."""
+"""GPUs of a pool. 1,024 rollouts are fed by 1,024 trainers only, and DeepSeek-V3 (1.34 TB) is planned from 128 to 128
+at most: its plans of more have tens of millions of moves, which a machine of 24 GB does not hold."""
 MEMORY_NBYTES = {"h20": 96e9, "h100": 80e9, "h200": 141e9}
 ROLLOUTS: dict[str, list[tuple[int, bool]]] = {
     # ranks of a replica, and whether each holds whole experts (EP)
@@ -84,7 +85,7 @@ def cells() -> Iterator[Cell]:
         for rollouts in ROLLOUT_SIZES
         for ranks, expert_parallel in ways
         if ranks <= rollouts and (rollouts < 1024 or trainers == 1024)
-        if model != "DeepSeek-V3" or trainers >= 32  # 1.34 TB
+        if model != "DeepSeek-V3" or (trainers == 128 and rollouts <= 128)
     )
     return iter(sorted(found, key=lambda cell: cell.rollouts))
 
