@@ -27,8 +27,8 @@ from shardfly_jax.sharding.topology import pools
 
 TRAINERS = (2, 8, 128, 1024)
 ROLLOUT_SIZES = (2, 8, 32, 128, 1024)
-"""GPUs of a pool. 1,024 rollouts are fed by 1,024 trainers only, and DeepSeek-V3 goes from 128 to 32 or 128: planning and
-simulating it from 1,024 to 32 takes a minute and 4.5 million moves, as both meshes cut each tensor."""
+"""GPUs of a pool. 1,024 rollouts are fed by 1,024 trainers only, and DeepSeek-V3 goes from 128 to 32 or 128: from 1,024
+to 32 it takes a minute and 4.5 million moves, as both meshes cut each tensor."""
 MEMORY_NBYTES = {"h20": 96e9, "h100": 80e9, "h200": 141e9}
 ROLLOUTS: dict[str, list[tuple[int, bool]]] = {
     # ranks of a replica, and whether each holds whole experts (EP)
