@@ -61,7 +61,7 @@ GUARDS = {
         figures=(Figure(name="speedup_of_bests", more_is_better=True, margin=0.3),),
     ),
     "on_gpu": Guard(
-        keys=("model", "layers", "trainer_dtype"),
+        keys=("case", "model", "layers", "trainer_dtype"),
         figures=(
             Figure(name="of_bound", more_is_better=True, margin=0.05),
             Figure(name="faster_than_xla", more_is_better=True, margin=0.1),
