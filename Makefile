@@ -10,7 +10,7 @@ ARGS =
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo rl test test-gpu check notebook bench bench-gpu clean
+.PHONY: help setup demo rl test test-gpu check notebook bench bench-check bench-gpu clean
 
 # A .venv that does not run, or that came along when a checkout was copied or moved (its editable install points to
 # the old folder), has no valid stamps.
@@ -19,7 +19,7 @@ ifneq ($(shell $(PY) -c 'print(open("$(VENV)/.checkout").read().strip())' 2>/dev
 endif
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 
 setup: $(TEST_STAMP) ## make .venv with everything that the tests need
 
@@ -43,6 +43,9 @@ notebook: $(TEST_STAMP) ## execute notebooks/*.ipynb in place
 
 bench: $(RUN_STAMP) ## run the benchmarks
 	$(PY) -m benchmarks $(ARGS)
+
+bench-check: $(RUN_STAMP) ## run them, and fail where a ratio is worse than the committed one
+	$(PY) -m benchmarks --check $(ARGS)
 
 test-gpu: $(TEST_STAMP) ## the tests that need a GPU (pip install 'jax[cuda13]' into .venv first)
 	JAX_PLATFORMS=cuda,cpu $(PY) -m pytest -m "gpu or multigpu" $(ARGS)

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import tables
+from benchmarks import check, tables
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -59,6 +59,7 @@ def main() -> None:
         help="planning, simulated, updating (all three by default), on_gpu (needs a GPU)",
     )
     parser.add_argument("--tables-only", action="store_true", help="only renew the README's tables from the JSON")
+    parser.add_argument("--check", action="store_true", help="compare with the committed results; write nothing")
     options = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if "on_gpu" in options.parts else "cpu")
     os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -71,13 +72,20 @@ def main() -> None:
 
     runs: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "planning": lambda: planning.run(report),
-        "simulated": lambda: simulated.run(report),
+        "simulated": lambda: simulated.run(console),
         "updating": lambda: updating.run(console),
         "on_gpu": lambda: on_gpu.run(report),
     }
     chosen = options.parts or [part for part in runs if part != "on_gpu"]
     if unknown := [part for part in options.parts if part not in runs]:
         parser.error(f"unknown parts {unknown}; choose from {', '.join(runs)}")
+    if options.check:
+        faults = []
+        for part in chosen:
+            console.print(f"[bold]{part}[/bold]")
+            before = json.loads((RESULTS / f"{part}.json").read_text())["rows"]
+            faults += check.regressions(part, before, runs[part]())
+        raise SystemExit("\n".join(faults) if faults else 0)
     if not options.tables_only:
         for part in chosen:
             console.print(f"[bold]{part}[/bold]")

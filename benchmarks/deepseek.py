@@ -37,9 +37,9 @@ class Sizes:
     vocab: int = 129280
 
 
-def trainer(s: Sizes, expert: int = 32, fsdp: int = 8) -> Any:
-    """The trainer's tree on an abstract mesh."""
-    mesh = AbstractMesh((expert, fsdp), ("expert", "fsdp"))
+def trainer(s: Sizes, expert: int = 32, fsdp: int = 8, data: int = 1) -> Any:
+    """The trainer's tree on an abstract mesh, `data` times."""
+    mesh = AbstractMesh((data, expert, fsdp), ("data", "expert", "fsdp"))
     embed = ("fsdp", "expert")
 
     def t(shape: tuple[int, ...], *spec: Any, dtype: str = "bfloat16") -> Any:
@@ -79,9 +79,9 @@ def trainer(s: Sizes, expert: int = 32, fsdp: int = 8) -> Any:
     return nested(tree)
 
 
-def rollout(s: Sizes, dp: int = 16, tp: int = 8) -> Any:
-    """The rollout's tree on an abstract mesh; experts lie whole on dp * tp ranks."""
-    mesh = AbstractMesh((dp, tp), ("dp", "tp"))
+def rollout(s: Sizes, dp: int = 16, tp: int = 8, replicas: int = 1) -> Any:
+    """The rollout's tree on an abstract mesh; experts lie whole on the dp * tp ranks of each replica."""
+    mesh = AbstractMesh((replicas, dp, tp), ("replica", "dp", "tp"))
     ep = ("dp", "tp")
 
     def t(shape: tuple[int, ...], *spec: Any, dtype: str = "bfloat16") -> Any:

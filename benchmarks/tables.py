@@ -21,7 +21,12 @@ def markdown(part: str, result: dict[str, Any]) -> str:
     gpus = {row["gpu"] for row in result["rows"] if "gpu" in row}
     where = f"Measured on {', '.join(gpus) or f'{m["cores"]} cores of {m["cpu"]}'}, {setup}."
     if part == "simulated":
-        where = f"Computed, not measured, at commit {m['commit']}."
+        within = [sum(row[f] <= 1.1 for row in result["rows"]) for f in ("ratio", "schedule_ratio")]
+        where = (
+            f"Of {len(result['rows'])} cells {within[0]} are within 1.1 of the bound, "
+            f"{within[1]} at the kernel's rates. "
+            f"Computed, not measured, at commit {m['commit']}."
+        )
     return f"{table}\n\n{where}"
 
 
@@ -42,22 +47,29 @@ def _planning(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
 
 
 def _simulated(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    header = ["model, trainer -> rollout", "topology", "predicted", "bound", "ratio"]
-    header += ["trainer egress", "one broadcast per replica", "first hop, max / mean"]
-    lines = [
-        [
-            f"{row['model']}, {row['trainer']} -> {row['rollout']}",
-            row["topology"],
-            f"{row['secs'] * 1e3:.1f} ms",
-            f"{row['bound_secs'] * 1e3:.1f} ms",
-            f"{row['ratio']:.3f}",
-            f"{row['egress_nbytes'] / 1e9:.1f} GB",
-            f"{row['broadcast_nbytes'] / 1e9:.1f} GB",
-            f"{row['first_hop_max_over_mean']:.3f}",
-        ]
-        for row in rows
-    ]
+    header = ["model", "cells", "time", "/ bound: median, worst", "/ bound at the kernel's rates: median, worst"]
+    header += ["gather + broadcast / ours: least, median, most", "shard to shard / ours: least, median, most"]
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        of = [row for row in rows if row["model"] == model]
+        secs = [row["secs"] for row in of]
+        ratios, schedule = [row["ratio"] for row in of], [row["schedule_ratio"] for row in of]
+        lines.append(
+            [
+                model,
+                str(len(of)),
+                f"{min(secs):.3f} to {max(secs):.2f} s",
+                f"{statistics.median(ratios):.3f}, {max(ratios):.3f}",
+                f"{statistics.median(schedule):.3f}, {max(schedule):.3f}",
+                _range([row["gather_broadcast_secs"] / row["secs"] for row in of]),
+                _range([row["shard_to_shard_secs"] / row["secs"] for row in of]),
+            ]
+        )
     return header, lines
+
+
+def _range(values: list[float]) -> str:
+    return f"{min(values):.2f}x, {statistics.median(values):.1f}x, {max(values):.0f}x"
 
 
 def _updating(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:

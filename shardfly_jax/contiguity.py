@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 
 from shardfly_jax.sharding.formats import itemsize
+from shardfly_jax.sharding.moves import contiguous
 from shardfly_jax.sharding.plan import Plan
 
 BULK_NBYTES = 16
@@ -39,11 +39,11 @@ def runs(plan: Plan) -> Runs:
     extents, source_steps, target_steps = moves.extents, moves.source_strides, moves.target_strides
     size = np.array([[itemsize(c.source), itemsize(c.target)] for c in plan.conversions], np.int64)[moves.convert]
     fills = moves.source_rank < 0
-    both, both_rest = _contiguous(extents, [np.where(fills[:, None], target_steps, source_steps), target_steps])
+    both, both_rest = contiguous(extents, [np.where(fills[:, None], target_steps, source_steps), target_steps])
     alike = fills | (both > 1) | (moves.size == 1)
     found = []
     for side, steps in enumerate((source_steps, target_steps)):
-        row, row_rest = _contiguous(extents, [steps], rounds=1)
+        row, row_rest = contiguous(extents, [steps], rounds=1)
         run, rest = np.where(alike, both, row), np.where(alike[:, None], both_rest, row_rest)
         offset = moves.target_offset if side else moves.source_offset
         step = np.zeros_like(offset) if side else np.where(moves.count > 1, moves.source_offset_step, 0)
@@ -60,26 +60,3 @@ def runs(plan: Plan) -> Runs:
         return out
 
     return Runs(alike=total(alike), reordered=total(~alike), element=total(element))
-
-
-def _contiguous(
-    extents: np.ndarray, strides: Sequence[np.ndarray], rounds: int | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Elements that follow each other without a gap in all buffers at once, and which dimensions remain outside.
-
-    Args:
-      extents: int64 [rows, dims].
-      strides: The like, per buffer.
-      rounds: Dimensions that are joined at most, innermost first; all by default.
-    """
-    run = np.ones(len(extents), np.int64)
-    rest = extents > 1
-    for _ in range(extents.shape[1] if rounds is None else rounds):
-        joins = rest.copy()
-        for steps in strides:
-            joins &= steps == run[:, None]
-        row = np.nonzero(joins.any(axis=1))[0]
-        dim = joins[row].argmax(axis=1)
-        run[row] *= extents[row, dim]
-        rest[row, dim] = False
-    return run, rest

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -162,6 +162,29 @@ class MoveTable:
         order = self.columns["order"][rows] + ks * self.columns["order_step"][rows]
         sorted_ = np.argsort(order, kind="stable")
         return rows[sorted_], ks[sorted_]
+
+
+def contiguous(
+    extents: np.ndarray, strides: Sequence[np.ndarray], rounds: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Elements that follow each other without a gap in all buffers at once, and which dimensions remain outside.
+
+    Args:
+      extents: int64 [rows, dims].
+      strides: The like, per buffer.
+      rounds: Dimensions that are joined at most, innermost first; all by default.
+    """
+    run = np.ones(len(extents), np.int64)
+    rest = extents > 1
+    for _ in range(extents.shape[1] if rounds is None else rounds):
+        joins = rest.copy()
+        for steps in strides:
+            joins &= steps == run[:, None]
+        row = np.nonzero(joins.any(axis=1))[0]
+        dim = joins[row].argmax(axis=1)
+        run[row] *= extents[row, dim]
+        rest[row, dim] = False
+    return run, rest
 
 
 Key = tuple[int, int, int]

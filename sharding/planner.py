@@ -101,15 +101,14 @@ def _forwards(
             )
         )
         turn = j if group.takes_turns else band // group.bands_per_root
-        root = (group.start + turn * m // group.roots) % m
+        route = group.route
         is_twin = receiver >= m - 1
         which = np.where(is_twin, receiver - (m - 1), 0)
         at = np.append(twin_member, 0)[which]
-        place_in_chain = np.where(is_twin, (at - root) % m, receiver + 1)
-        before = np.where(is_twin, place_in_chain, (place_in_chain - 1) // 2 if group.is_tree else place_in_chain - 1)
-        depth = np.floor(np.log2(place_in_chain + 1.5)).astype(np.int64) if group.is_tree else place_in_chain
-        depth = np.where(is_twin, depth + 1, depth)
-        giver, taker = members[(root + before) % m], members[(root + place_in_chain) % m].copy()
+        to = np.where(is_twin, at, route.order[turn, np.minimum(receiver + 1, m - 1)])
+        giver = members[np.where(is_twin, at, route.giver[turn, to])]
+        depth = route.depth[turn, to] + is_twin
+        taker = members[to]
         taker[is_twin, 0] = np.append(twin_family, 0)[which[is_twin]]
         round_ = band % group.bands_per_root * group.rounds // group.bands_per_root
         layer = group.layers[0] + j

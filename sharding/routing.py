@@ -1,8 +1,8 @@
 """Who needs the same bytes, who receives them first, and who passes them on.
 
 Ranks that need the same value of the same expression in the same box form a *group*. One of them, the *root*, gets it
-from the trainers, converted once; the others are fed along a chain, or a tree where a chain of small messages would
-only add latency. Roots rotate from layer to layer and band to band, so first-hop ingress spreads over the replicas.
+from the trainers, converted once; the others are fed along a route (`routes`). Roots rotate from layer to layer and
+band to band, so first-hop ingress spreads over the replicas.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from shardfly_jax.sharding.language import Expr, quantized
 from shardfly_jax.sharding.layouts import Box, box_shape
 from shardfly_jax.sharding.problem import Problem
+from shardfly_jax.sharding.routes import Route, fill_hops, roots_of, route
 from shardfly_jax.sharding.topology import Topology
 
 BAND_NBYTES = 16 << 20
@@ -30,6 +31,14 @@ TINY_PERCENT = 1
 """A group with at most this part of a rank's bytes keeps one root for all its layers."""
 FILL_PERCENT = 4
 """What filling a group's chain may add to an update: more members or more bytes per layer make more rounds."""
+SMOOTH_ROUNDS = 64
+"""Rounds at most so that bands are passed on while the next ones arrive; in bursts they would leave links idle."""
+SMOOTH_LATE_ROUNDS = 256
+"""The same for tensors outside the layers, which are large and spread over most of an update."""
+SMOOTH_BAND_NBYTES = 256 << 10
+"""Bands are not cut below this to that end."""
+SMOOTH_ROWS = 1 << 18
+"""Nor so that the forwards of one tensor on all ranks would be more rows than this."""
 LATE_PERCENT = 25
 """The same for tensors outside the layers, which end before the last quarter of an update (see `schedule`)."""
 
@@ -57,6 +66,7 @@ class Group:
       members: (target family, rank), one per rank, in the order in which bytes are passed on.
       twins: (index of a member, another family of its rank that needs the same), copied within the rank.
       bands: Parts that are forwarded separately; the whole box if nothing is.
+      sizes: How many of the members each host has, in their order.
       roots: How many members are roots, evenly spaced. Of several bands each is root of an equal run; of one band they
         are root in turn, layer by layer.
       start: Member that is the first root.
@@ -70,6 +80,7 @@ class Group:
     strides: tuple[int, ...]
     itemsize: int
     members: list[tuple[int, int]]
+    sizes: tuple[int, ...] = ()
     twins: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     bands: list[Band] = dataclasses.field(default_factory=list)
     roots: int = 1
@@ -102,9 +113,10 @@ class Group:
         return len(self.bands) == 1 and self.roots > 1
 
     @property
-    def is_tree(self) -> bool:
-        """Whether bytes go along a binary tree rather than a chain: where latency counts more than links."""
-        return max(band.size for band in self.bands) * self.itemsize <= SMALLEST_BAND_NBYTES
+    def route(self) -> Route:
+        """Who passes on to whom, turn by turn."""
+        tiny = max(band.size for band in self.bands) * self.itemsize <= SMALLEST_BAND_NBYTES
+        return route(self.sizes, self.start, self.roots, tiny)
 
 
 def make_groups(problem: Problem, topology: Topology | None) -> list[Group]:
@@ -129,19 +141,21 @@ def make_groups(problem: Problem, topology: Topology | None) -> list[Group]:
             else [0] * len(group.members)
         )
         ordered = sorted(zip(hosts, group.members, strict=True), key=lambda hm: (hm[0], hm[1][1], hm[1][0]))
-        group.members = []
-        for _, (family_index, rank) in ordered:
+        group.members, host_of_member = [], []
+        for host, (family_index, rank) in ordered:
             if group.members and group.members[-1][1] == rank:
                 group.twins.append((len(group.members) - 1, family_index))
             else:
                 group.members.append((family_index, rank))
+                host_of_member.append(host)
+        group.sizes = tuple(len(list(same)) for _, same in itertools.groupby(host_of_member))
     held: dict[int, int] = {}
     for group in groups:
         for _, rank in group.members:
             held[rank] = held.get(rank, 0) + group.box_nbytes * group.n_layers
     largest = max(held.values(), default=1)
     for group in groups:
-        _cut_bands(group, largest)
+        _cut_bands(group, largest, len(held), topology is not None)
     _choose_roots(groups)
     return groups
 
@@ -156,8 +170,15 @@ def _is_dense(box: Box, strides: Sequence[int]) -> bool:
     return True
 
 
-def _cut_bands(group: Group, rank_nbytes: int) -> None:
-    """Sets a group's bands and rounds; `rank_nbytes` is what the fullest rank holds."""
+def _cut_bands(group: Group, rank_nbytes: int, ranks: int, known_hosts: bool) -> None:
+    """Sets a group's bands and rounds.
+
+    Args:
+      group: With its members.
+      rank_nbytes: What the fullest rank holds.
+      ranks: How many ranks hold targets.
+      known_hosts: Whether `sizes` are those of a topology's hosts.
+    """
     size, members = math.prod(box_shape(group.box)), len(group.members)
     group.bands = [Band(group.box, 0, size)]
     nbytes = size * group.itemsize
@@ -169,9 +190,12 @@ def _cut_bands(group: Group, rank_nbytes: int) -> None:
     most = nbytes // (SMALLEST_BAND_NBYTES * roots)
     if most == 0:
         return
-    # a chain takes (members - 1) times as long to fill as one round takes to pass on
+    # a route takes as many times as long to fill as one round takes to pass on
     percent = FILL_PERCENT if group.n_layers > 1 else LATE_PERCENT
-    rounds = min(-(-nbytes * (members - 1) * 100 // (rank_nbytes * percent)), most)
+    rounds = min(-(-nbytes * fill_hops(group.sizes) * 100 // (rank_nbytes * percent)), most)
+    if known_hosts:
+        smooth = SMOOTH_LATE_ROUNDS if group.n_layers == 1 else SMOOTH_ROUNDS
+        rounds = max(rounds, min(smooth, SMOOTH_ROWS // (ranks * roots), nbytes // (SMOOTH_BAND_NBYTES * roots)))
     per_root = max(-(-nbytes // (BAND_NBYTES * roots)), rounds)
     axes = sorted(range(len(group.box)), key=lambda a: (-group.strides[a], a))
     boxes = _cut(group.box, axes, per_root * roots, _grains(group))
@@ -224,10 +248,10 @@ def _choose_roots(groups: list[Group]) -> None:
     for group in sorted(groups, key=lambda g: -g.box_nbytes * g.n_layers):
         ranks = np.array([rank for _, rank in group.members])
         turn = np.arange(group.roots)
+        at = roots_of(group.sizes, np.arange(len(ranks))[:, None], group.roots)
         share = np.full(group.roots, group.box_nbytes * group.n_layers // group.roots)
         if group.takes_turns:
             share = group.box_nbytes * (group.n_layers // group.roots + (turn < group.n_layers % group.roots))
-        at = (np.arange(len(ranks))[:, None] + turn * len(ranks) // group.roots) % len(ranks)
         # whole KiB: the product of two loads must stay below 2^63
         group.start = int(((load[ranks[at]] >> 10) * ((share >> 10) + 1)).sum(axis=1).argmin())
         load[ranks[at[group.start]]] += share
@@ -260,13 +284,14 @@ def choose_sources(
     fixed = (shard_of_row >= 0) & ~several[shard_of_row]
     top = max((max(ranks) for ranks in holders), default=0) + 1
     load = np.bincount(out[fixed], nbytes[fixed], minlength=top).astype(np.int64).tolist()
-    per_host = topology.gpus_per_host if topology else 1 << 62
+    ranks = np.arange(max(top, int(target_rank.max(initial=0)) + 1))
+    host_of = (topology.host_of(ranks) if topology else ranks * 0).tolist()
     heaps: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for row in open_rows[np.argsort(-nbytes[open_rows], kind="stable")].tolist():
-        shard, host = int(shard_of_row[row]), int(target_rank[row]) // per_host
+        shard, host = int(shard_of_row[row]), host_of[target_rank[row]]
         heap = heaps.get((shard, host))
         if heap is None:
-            near = [rank for rank in holders[shard] if rank // per_host == host] or list(holders[shard])
+            near = [rank for rank in holders[shard] if host_of[rank] == host] or list(holders[shard])
             heap = heaps[shard, host] = [(load[rank], rank) for rank in near]
             heapq.heapify(heap)
         while heap[0][0] != load[heap[0][1]]:  # loads only grow: refresh stale entries until the top is true

@@ -201,7 +201,7 @@ class Rows:
         since_first = layer - of_group(g.layers[0] for g in groups)[group]
         per_root = of_group(g.bands_per_root for g in groups)[group]
         turn = np.where(turns[group], since_first % roots[group], band // per_root)
-        root = (of_group(g.start for g in groups)[group] + turn * n_members[group] // roots[group]) % n_members[group]
+        root = np.concatenate([g.route.order[:, 0] for g in groups])[(np.cumsum(roots) - roots)[group] + turn]
         member_list = np.array([member for g in groups for member in g.members], np.int64).reshape(-1, 2)
         family, rank = member_list[(np.cumsum(n_members) - n_members)[group] + root].T
         payload = t[:, EXTENTS].prod(axis=1) * count * of_group(g.itemsize for g in groups)[group]

@@ -1,10 +1,13 @@
 """Predicts the time of an update on a topology from the plan's own schedule.
 
-The order line is cut into slots, and each slot into hops. In each, every rank sends its chunks over its NVLink and NIC,
-and receives what others send it. A rank starts when its links are free; a forward starts when everything that its rank
+The order line is cut into slots, and each slot into hops. In each, every GPU sends its chunks over its links, and
+receives what others send it. A GPU starts when its links are free; a forward starts when everything that its GPU
 received one hop earlier in the slots before has arrived; a sender is at most one slot ahead of its receivers. So
-imbalance in time, the filling of chains and idle links cost what they would cost. Launches and conversion are not
-modelled; rates are the topology's.
+imbalance in time, the filling of chains and idle links cost what they would cost.
+
+Bytes are priced by `rates.Stores`: by the run that a move writes contiguously, and by how much a GPU's NVLink is used
+both ways. An update's launches are added once. Not priced: runs on the source side, moves that must go
+element by element, and how many bytes a NIC or a transport stages.
 """
 
 from __future__ import annotations
@@ -14,7 +17,11 @@ import itertools
 
 import numpy as np
 
+from shardfly_jax.sharding.bounds import Bound, Needs, bound_of, needs_of
+from shardfly_jax.sharding.formats import itemsize
+from shardfly_jax.sharding.moves import contiguous
 from shardfly_jax.sharding.plan import Plan
+from shardfly_jax.sharding.rates import LINKS, MEMORY, NVLINK
 from shardfly_jax.sharding.schedule import CHUNK_NBYTES, LAG, LENGTH
 from shardfly_jax.sharding.topology import Topology
 
@@ -27,20 +34,48 @@ class Simulation:
 
     Attributes:
       topology: Where it would run.
-      secs: Predicted time.
-      bound_secs: Bytes of the busiest link over its rate; no schedule can be faster.
-      busiest: Which link that is, for people.
+      needs: What must get where.
+      secs: Predicted time, launches included.
+      launch_secs: Of that, what launches cost.
+      bound: What no plan can be faster than on these links (`bounds`).
+      stores_bound_secs: The same with what the kernel's stores reach instead of what the links can carry.
+      busiest: Which link the plan uses longest, for people.
     """
 
     topology: Topology
+    needs: Needs
     secs: float
-    bound_secs: float
+    launch_secs: float
+    bound: Bound
+    stores_bound_secs: float
     busiest: str
+
+    @property
+    def bound_secs(self) -> float:
+        """Seconds of the bound."""
+        return self.bound.secs
 
     @property
     def ratio(self) -> float:
         """Predicted time over bound."""
         return self.secs / self.bound_secs if self.bound_secs else 1.0
+
+    @property
+    def schedule_ratio(self) -> float:
+        """What routes and order cost: time without launches over the bound at the kernel's own rates."""
+        return (self.secs - self.launch_secs) / self.stores_bound_secs if self.stores_bound_secs else 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Flows:
+    """Bytes under way at one stage from one GPU to another, sorted by slot, then hop; `secs` is one way."""
+
+    slot: np.ndarray
+    hop: np.ndarray
+    source: np.ndarray
+    target: np.ndarray
+    link: np.ndarray
+    secs: np.ndarray
 
 
 def simulate(plan: Plan, topology: Topology) -> Simulation:
@@ -50,36 +85,50 @@ def simulate(plan: Plan, topology: Topology) -> Simulation:
       PlanError: The topology has fewer places than the plan has ranks.
     """
     topology.check(plan.ranks)
-    slot, hop, source, target, nbytes = _flows(plan)
-    ranks = plan.ranks
-    crossing = topology.host_of(source) != topology.host_of(target)
-    rate = np.where(crossing, topology.nic_rate or topology.nvlink_rate, topology.nvlink_rate)
-    secs = nbytes / rate
-    link = crossing * ranks
-    out_total = np.bincount(source + link, secs, minlength=2 * ranks)
-    in_total = np.bincount(target + link, secs, minlength=2 * ranks)
-    bound, busiest = _busiest(out_total, in_total, ranks)
+    stores = topology.stores
+    flows, needs = _flows(plan, topology), needs_of(plan, topology)
+    gpus = int(topology.gpu(np.arange(plan.ranks)).max(initial=0)) + 1
+    out_link, in_link = flows.link * gpus + flows.source, flows.link * gpus + flows.target
+    links = len(LINKS) * gpus
+    sending, receiving = _both_ways(flows, topology, gpus)
+    busiest = _busiest(np.bincount(out_link, sending, links), np.bincount(in_link, receiving, links), gpus)
+    launch_secs = stores.launch_secs if stores else 0.0
+    return Simulation(
+        topology=topology,
+        needs=needs,
+        secs=_played(flows, out_link, in_link, sending, receiving, gpus, topology.hop_secs) + launch_secs,
+        launch_secs=launch_secs,
+        bound=bound_of(plan, needs, topology, None),
+        stores_bound_secs=bound_of(plan, needs, topology, stores).secs,
+        busiest=busiest,
+    )
 
-    out_link, in_link = source + link, target + link
-    sent, received = np.zeros(2 * ranks), np.zeros(2 * ranks)
-    arrived = np.zeros((int(hop.max(initial=0)) + 1, ranks))
+
+def _played(
+    flows: _Flows,
+    out_link: np.ndarray,
+    in_link: np.ndarray,
+    out_secs: np.ndarray,
+    in_secs: np.ndarray,
+    gpus: int,
+    hop_secs: float,
+) -> float:
+    """Seconds until the last link is done."""
+    links = len(LINKS) * gpus
+    sent, received = np.zeros(links), np.zeros(links)
+    slot, hop = flows.slot, flows.hop
+    arrived = np.zeros((int(hop.max(initial=0)) + 1, gpus))
     before, now = arrived.copy(), -1
     stage = slot * len(arrived) + hop
     edges = [0, *(np.nonzero(np.diff(stage))[0] + 1).tolist(), len(stage)] if len(stage) else []
     for first, stop in itertools.pairwise(edges):
-        out, into, to, t, h = (
-            out_link[first:stop],
-            in_link[first:stop],
-            target[first:stop],
-            secs[first:stop],
-            int(hop[first]),
-        )
+        out, into, h = out_link[first:stop], in_link[first:stop], int(hop[first])
         if slot[first] != now:
             before, now = arrived.copy(), int(slot[first])
-        start = np.maximum(sent, np.tile(before[h - 1] + topology.hop_secs, 2)) if h else sent
-        sending = np.bincount(out, t, minlength=2 * ranks)
-        receiving = np.bincount(into, t, minlength=2 * ranks)
-        earliest, latest, pressure = np.full(2 * ranks, np.inf), np.zeros(2 * ranks), np.zeros(2 * ranks)
+        start = np.maximum(sent, np.tile(before[h - 1] + hop_secs, len(LINKS))) if h else sent
+        sending = np.bincount(out, out_secs[first:stop], minlength=links)
+        receiving = np.bincount(into, in_secs[first:stop], minlength=links)
+        earliest, latest, pressure = np.full(links, np.inf), np.zeros(links), np.zeros(links)
         np.minimum.at(earliest, into, start[out])
         np.maximum.at(latest, into, (start + sending)[out])
         np.maximum.at(pressure, out, received[into])
@@ -88,40 +137,106 @@ def simulate(plan: Plan, topology: Topology) -> Simulation:
         received = np.where(
             takes, np.maximum(np.maximum(received, np.where(takes, earliest, 0)) + receiving, latest), received
         )
-        np.maximum.at(arrived[h], to, received[into])
-    return Simulation(topology=topology, secs=float(max(received.max(), sent.max())), bound_secs=bound, busiest=busiest)
+        np.maximum.at(arrived[h], flows.target[first:stop], received[into])
+    return float(max(received.max(initial=0), sent.max(initial=0)))
 
 
-def _busiest(out_total: np.ndarray, in_total: np.ndarray, ranks: int) -> tuple[float, str]:
+def _both_ways(flows: _Flows, topology: Topology, gpus: int) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of each flow for its sender and for its receiver, with what NVLink loses to the other way.
+
+    A GPU that sends less than it receives is taken to do all of it while it receives, and the other way round.
+    """
+    stores = topology.stores
+    one, both = (
+        (stores.nvlink_rate, stores.both_ways_rate)
+        if stores
+        else (topology.nvlink_rate, topology.nvlink_both_ways_rate or topology.nvlink_rate)
+    )
+    if both >= one or not len(flows.slot):
+        return flows.secs, flows.secs
+    nvlink = flows.link == NVLINK
+    secs = np.where(nvlink, flows.secs, 0)
+    out, into = np.bincount(flows.source, secs, gpus), np.bincount(flows.target, secs, gpus)
+    lost = (one / both - 1) * np.minimum(out, into)
+    out_factor = 1 + np.divide(lost, out, out=np.zeros(gpus), where=out > 0)
+    in_factor = 1 + np.divide(lost, into, out=np.zeros(gpus), where=into > 0)
+    return (
+        flows.secs * np.where(nvlink, out_factor[flows.source], 1),
+        flows.secs * np.where(nvlink, in_factor[flows.target], 1),
+    )
+
+
+def _busiest(out_total: np.ndarray, in_total: np.ndarray, gpus: int) -> str:
     which = "egress" if out_total.max() >= in_total.max() else "ingress"
-    totals = out_total if which == "egress" else in_total
-    link = int(totals.argmax())
-    return float(totals.max()), f"{'NIC' if link >= ranks else 'NVLink'} {which} of rank {link % ranks}"
+    link = int((out_total if which == "egress" else in_total).argmax())
+    return f"{LINKS[link // gpus]} {which} of rank {link % gpus}"
 
 
-def _flows(plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Slot, hop, source, target and bytes: moves expanded, chunked, summed; sorted by slot, then hop."""
+def row_secs(plan: Plan, topology: Topology) -> tuple[np.ndarray, np.ndarray]:
+    """Link and one-way seconds of each row of the table, all its expansions together; fills take none."""
+    moves, stores = plan.moves, topology.stores
+    link = topology.link(np.maximum(moves.source_rank, 0), moves.target_rank)
+    nbytes = plan.row_nbytes.astype(float)
+    inside = link == MEMORY
+    # a copy within memory reads and writes there: what is counted once is their mean
+    sizes = np.array([(itemsize(c.source) + itemsize(c.target)) / 2 / itemsize(c.target) for c in plan.conversions])
+    nbytes[inside] *= sizes[moves.convert[inside]]
+    rate = np.choose(link, [topology.memory_rate or np.inf, topology.nvlink_rate, topology.nic_rate or np.inf])
+    if stores:
+        width = np.array([itemsize(c.target) for c in plan.conversions])
+        run = contiguous(moves.extents, [moves.target_strides])[0] * width[moves.convert]
+        for kind in (MEMORY, NVLINK):
+            chosen = link == kind
+            rate[chosen] = stores.rate(kind, run[chosen])
+    return link, np.where(moves.source_rank >= 0, nbytes / rate, 0)
+
+
+def _flows(plan: Plan, topology: Topology) -> _Flows:
+    """Moves expanded, chunked and summed per slot, hop and pair of GPUs."""
     moves = plan.moves
-    wire = np.nonzero((moves.source_rank >= 0) & (moves.source_rank != moves.target_rank))[0]
+    row_link, row_time = row_secs(plan, topology)
+    moved = np.nonzero(row_time > 0)[0]
     owner, read = plan.slot_reads  # maxima of blocks go from their owner to those who encode
     told = np.nonzero((owner >= 0) & (moves.source_rank >= 0) & (owner != moves.source_rank))[0]
-    source = np.concatenate([moves.source_rank[wire], owner[told]])
-    target = np.concatenate([moves.target_rank[wire], moves.source_rank[told]])
-    nbytes_of_row = np.concatenate([plan.row_nbytes[wire], read[told]])
-    wire = np.concatenate([wire, told])
-    count = moves.count[wire].astype(np.int64)
-    each = nbytes_of_row // count
-    chunks = np.clip(each // CHUNK_NBYTES, 1, SLOTS)
-    row = np.repeat(np.arange(len(wire)), count * chunks)
-    index = np.arange(len(row)) - np.repeat(np.cumsum(count * chunks) - count * chunks, count * chunks)
+    told_link = topology.link(owner[told], moves.source_rank[told])
+    rate = np.choose(told_link, [topology.memory_rate or np.inf, topology.nvlink_rate, topology.nic_rate or np.inf])
+    priced = np.concatenate([moved, told])
+    link = np.concatenate([row_link[moved], told_link])
+    secs = np.concatenate([row_time[moved], read[told] / rate])
+    nbytes = np.concatenate([plan.row_nbytes[moved], read[told]])
+    source = topology.gpu(np.concatenate([moves.source_rank[moved], owner[told]]))
+    target = topology.gpu(np.concatenate([moves.target_rank[moved], moves.source_rank[told]]))
+    count = moves.count[priced].astype(np.int64)
+    chunks = np.clip(nbytes // count // CHUNK_NBYTES, 1, SLOTS)
+    step, span = moves.order_step[priced], moves.order_span[priced] // chunks
+    # rows alike in all but what they move are one
+    shape = _ids(_ids(count, chunks), _ids(step, np.where(chunks > 1, span, 0)))
+    same = _ids(_ids(source, target), _ids(_ids(moves.hop[priced], moves.order[priced] // LAG), shape))
+    _, kept = np.unique(same, return_index=True)
+    secs = np.bincount(same, secs)
+    count, chunks, step, span = count[kept], chunks[kept], step[kept], span[kept]
+    each = count * chunks
+    row = np.repeat(np.arange(len(kept), dtype=np.int32), each)
+    index = np.arange(len(row)) - np.repeat(np.cumsum(each) - each, each)
     k, chunk = index // chunks[row], index % chunks[row]
-    order = (
-        moves.order[wire][row] + k * moves.order_step[wire][row] + moves.order_span[wire][row] // chunks[row] * chunk
+    hop = moves.hop[priced][kept]
+    slot = ((moves.order[priced][kept])[row] + k * step[row] + span[row] * chunk) // LAG
+    stage = slot * (int(hop.max(initial=0)) + 1) + hop[row]
+    narrow = np.uint16 if int(stage.max(initial=0)) < 1 << 16 else np.int64  # 16 bits are sorted by radix
+    by = np.argsort(stage.astype(narrow), kind="stable")
+    row = row[by]
+    return _Flows(
+        slot=slot[by],
+        hop=hop[row].astype(np.int64),
+        source=source[kept][row],
+        target=target[kept][row],
+        link=link[kept][row],
+        secs=(secs / each)[row],
     )
-    hops = int(moves.hop.max(initial=0)) + 1
-    stage = order // LAG * hops + moves.hop[wire][row]
-    key = (stage * plan.ranks + source[row]) * plan.ranks + target[row]
-    unique, inverse = np.unique(key, return_inverse=True)
-    nbytes = np.bincount(inverse, (each / chunks)[row])
-    stage, pair = unique // plan.ranks**2, unique % plan.ranks**2
-    return stage // hops, stage % hops, pair // plan.ranks, pair % plan.ranks, nbytes
+
+
+def _ids(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """One number per distinct pair, counted from 0."""
+    inner = np.unique(b, return_inverse=True)[1]
+    outer = np.unique(a, return_inverse=True)[1]
+    return np.unique(outer * (int(inner.max(initial=0)) + 1) + inner, return_inverse=True)[1]

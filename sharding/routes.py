@@ -1,0 +1,100 @@
+"""How a group's bytes get from its root to all members: from host to host, and within each host from GPU to GPU.
+
+In each host one member, the *entry*, receives over the NIC; the bytes cross between hosts once per host and pass on
+inside over NVLink. A group takes several *turns*, each for a part of its bytes: roots and entries rotate, so that every
+NIC of a host carries its part and every host is at the end of the route as often as at its beginning.
+
+Hosts form a chain, or a binary tree where a chain would be long; so do the members of a host. In a tree half of the
+hosts send twice and half not at all; over the turns of evenly spaced roots that evens out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+LONGEST_CHAIN = 16
+"""More hosts, or more members within a host, form a tree."""
+
+
+class Route(NamedTuple):
+    """Routes of all turns of a group; members are numbered as in the group.
+
+    Attributes:
+      order: int64 [turns, members]; the members in the order of the route, its root first.
+      giver: int64 [turns, members]; from whom each *member* receives; itself if it is the root.
+      depth: int64 [turns, members]; hops from the root to each *member*.
+    """
+
+    order: np.ndarray
+    giver: np.ndarray
+    depth: np.ndarray
+
+
+def fill_hops(sizes: Sequence[int]) -> int:
+    """Parts of a route's bytes that are under way before the last member gets its first, a tree's second sends too."""
+    return sum(n - 1 if n <= LONGEST_CHAIN else 2 * (n - 1).bit_length() for n in (len(sizes), max(sizes)))
+
+
+def roots_of(sizes: Sequence[int], start: np.ndarray, turns: int) -> np.ndarray:
+    """The root of each turn.
+
+    Args:
+      sizes: Members per host.
+      start: Member that is the first root; of any shape that broadcasts with [turns].
+      turns: How many roots there are.
+    """
+    first = np.concatenate([[0], np.cumsum(sizes)])
+    host = np.searchsorted(first, start, side="right") - 1
+    turn = np.arange(turns)
+    at = (host + turn * len(sizes) // turns) % len(sizes)
+    return first[at] + _entry(np.array(sizes)[at], start - first[host], turn, turns)
+
+
+def _entry(size: np.ndarray, start: np.ndarray, turn: np.ndarray, turns: int) -> np.ndarray:
+    """Which of a host's `size` members is its entry in a turn."""
+    return (start + np.where(turns >= size, turn, turn * size // turns)) % size
+
+
+@functools.lru_cache(maxsize=4096)
+def route(sizes: tuple[int, ...], start: int, turns: int, shallow: bool) -> Route:
+    """The routes of a group.
+
+    Args:
+      sizes: Members per host.
+      start: Member that is the first root.
+      turns: How many roots there are.
+      shallow: Trees even where chains are short: for bytes so few that latency counts more than links.
+    """
+    n, m = len(sizes), sum(sizes)
+    longest = 2 if shallow else LONGEST_CHAIN
+    first = np.concatenate([[0], np.cumsum(sizes)])[:-1]
+    size = np.array(sizes)
+    turn = np.arange(turns)[:, None]
+    start_host = int(np.searchsorted(first, start, side="right")) - 1
+    host_place = (np.arange(n) - start_host - turn * n // turns) % n
+    entry = first + _entry(size, np.array(start - first[start_host]), turn, turns)
+    host_before, host_depth = _before(host_place, n <= longest)
+    before_host = (host_before + start_host + turn * n // turns) % n
+    host = np.repeat(np.arange(n), size)
+    place = (np.arange(m) - entry[:, host]) % size[host]
+    before, depth = _before(place, bool(size.max() <= longest))
+    within = first[host] + (before + entry[:, host] - first[host]) % size[host]
+    across = np.take_along_axis(entry, before_host, axis=1)[:, host]
+    giver = np.where(place == 0, across, within)
+    depth = depth + host_depth[:, host]
+    order = np.argsort(host_place[:, host] * m + place, axis=1, kind="stable")
+    for array in (order, giver, depth):
+        array.setflags(write=False)
+    return Route(order, giver, depth)
+
+
+def _before(place: np.ndarray, is_chain: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The place that feeds each place, 0 for 0, and the hops from 0, along a chain or a binary tree."""
+    if is_chain:
+        return np.maximum(place - 1, 0), place
+    depth = np.frexp((place + 1).astype(float))[1].astype(np.int64) - 1  # exact: floor(log2)
+    return np.maximum(place - 1, 0) // 2, depth

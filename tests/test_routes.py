@@ -1,0 +1,58 @@
+"""Routes: every member is reached once, every host is entered once, and over the turns all NICs carry alike."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from shardfly_jax.sharding.routes import LONGEST_CHAIN, fill_hops, roots_of, route
+
+SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=40).map(tuple)
+
+
+@given(SIZES, st.data(), st.booleans())
+def test_bytes_reach_every_member_from_one_that_has_them(
+    sizes: tuple[int, ...], data: st.DataObject, few: bool
+) -> None:
+    members = sum(sizes)
+    start = data.draw(st.integers(0, members - 1))
+    turns = data.draw(st.integers(1, min(16, members)))
+    found = route(sizes, start, turns, few)
+    host = np.repeat(np.arange(len(sizes)), sizes)
+    assert found.order[:, 0].tolist() == roots_of(sizes, np.array(start), turns).tolist()
+    assert found.order[0, 0] == start
+    for order, giver, depth in zip(*found, strict=True):
+        assert sorted(order.tolist()) == list(range(members))
+        root, rest = order[0], order[1:]
+        assert (giver[root], depth[root]) == (root, 0)
+        assert (depth[rest] == depth[giver[rest]] + 1).all()
+        crossing = host[giver[rest]] != host[rest]
+        assert sorted(host[rest[crossing]].tolist()) == [h for h in range(len(sizes)) if h != host[root]]
+        assert np.bincount(giver[rest]).max(initial=0) <= 4
+
+
+@pytest.mark.parametrize(("hosts", "per_host"), [*itertools.product((1, 2, 4, 16, 128), (1, 2, 4, 8))])
+def test_over_the_turns_every_nic_brings_and_takes_its_part(hosts: int, per_host: int) -> None:
+    members = hosts * per_host
+    turns = min(16, members)
+    found = route((per_host,) * hosts, 0, turns, False)
+    host = np.arange(members) // per_host
+    ingress, egress = np.zeros(members), np.zeros(members)
+    for order, giver, _ in zip(*found, strict=True):
+        ingress[order[0]] += 1  # from the trainers
+        into = order[1:][host[giver[order[1:]]] != host[order[1:]]]
+        ingress[into] += 1
+        np.add.at(egress, giver[into], 1)
+    assert ingress.max() == ingress.min() == turns / per_host
+    assert egress.max() <= ingress.max()
+
+
+def test_long_chains_become_trees() -> None:
+    assert route((1,) * LONGEST_CHAIN, 0, 1, False).depth.max() == LONGEST_CHAIN - 1
+    assert route((1,) * 128, 0, 1, False).depth.max() == 7
+    assert route((8,) * 128, 0, 1, False).depth.max() == 7 + 7
+    assert route((1,) * 8, 0, 1, True).depth.max() == 3
+    assert [fill_hops(sizes) for sizes in ((1,) * 8, (8, 8), (1,) * 128)] == [7, 1 + 7, 14]
