@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from shardfly_jax.sharding import language
+from shardfly_jax.sharding.errors import PlanFileError
 from shardfly_jax.sharding.formats import Amax, Cast, Conversion, Divide, Encode, Fill, MulAdd, ToScale
 from shardfly_jax.sharding.language import Expr, FamilyIndex
 from shardfly_jax.sharding.layouts import Layout
@@ -37,8 +38,23 @@ def _to_json(value: Any) -> Any:
         return {"i": list(dataclasses.astuple(value.value))}
     if isinstance(value, Format):
         stated = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return {"format": [type(value).__name__, stated]}
+        return {"format": [value.full_name(), stated, value.constants]}
     return value
+
+
+def _format(name: str, stated: dict[str, Any], constants: dict[str, Any]) -> Format:
+    try:
+        found = format_class(name)(**stated)
+    except KeyError:
+        raise PlanFileError(
+            f"plan file: the format {name!r} is not known. Import the module that defines it."
+        ) from None
+    if found.constants != constants:
+        raise PlanFileError(
+            f"plan file: the format {name!r} states {found.constants}, but the plan was made with {constants}. "
+            "Make the plan again."
+        )
+    return found
 
 
 def _from_json(value: Any) -> Any:
@@ -51,7 +67,7 @@ def _from_json(value: Any) -> Any:
         if name == "i":
             return FamilyIndex(Affine(*args))
         if name == "format":
-            return format_class(args[0])(**args[1])
+            return _format(*args)
         return _NODES[name](*(_from_json(arg) for arg in args))
     return value
 

@@ -128,6 +128,8 @@ class Expr:
         """Codes of a format; stands outermost. Its scales are another target, `scale_of`."""
         if not isinstance(format, Format):
             raise LanguageError(f"quantize: {format!r} is not a format. Give one, e.g. sf.formats.Fp8Block().")
+        if isinstance(self, ScaleOf):
+            raise LanguageError("quantize: scales of scales are not known. Leave the scales as they are.")
         return Quantize(self, format)
 
 

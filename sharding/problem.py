@@ -26,7 +26,7 @@ from shardfly_jax.sharding.language import (
 from shardfly_jax.sharding.layouts import Layout, LocalTensors
 from shardfly_jax.sharding.mapping import Mapping, bind, matches, reads_scales, resolve_other
 from shardfly_jax.sharding.patterns import FAMILY, name_pattern
-from shardfly_jax.sharding.quantized_targets import bound_quantize, scales
+from shardfly_jax.sharding.quantized_targets import bound_quantize, has_e8m0, scales
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -217,9 +217,17 @@ class Problem:
             layout = self._checked_layout(tree, names[i], own, i)
             if layout is None:
                 continue
+            if has_scales and layout.dtype != "uint8" and has_e8m0(own):
+                self._fault(
+                    "dtype", tree, names[i], f"holds E8M0 bytes, but its dtype is {layout.dtype}. Register uint8, and "
+                    "view it as float8_e8m0fnu where it is read",
+                )  # fmt: skip
+                continue
             if isinstance(own, Quantize):
                 try:
                     own = self._bound(own, layout, i)
+                    if alias_of is not None:
+                        self._check_alias(tree, alias_of, expr, own, i)
                 except LanguageError as error:
                     self._fault("indivisible", tree, names[i], f"cannot be quantized: {str(error).rstrip('.')}")
                     continue
@@ -234,6 +242,19 @@ class Problem:
         fused = outer_fuse(expr)
         types = [infer(part, self._lookup, range(i, i + 1)) for part in fused.parts] if fused else []
         return bound_quantize(expr, layout, [t.shape[fused.axis] for t in types] if fused else [])
+
+    def _check_alias(self, tree: TargetTree, other: str, expr: Expr, own: Quantize, i: int) -> None:
+        """Raises:
+        LanguageError: An alias is cut so that its blocks are others than those of its target, whose scales it has.
+        """
+        member = name_pattern(other).format({FAMILY: i})
+        given = tree.tensors.get(member)
+        if isinstance(given, LocalTensors):
+            given = given.whole(infer(expr, self._lookup, range(i, i + 1)).shape)
+        if given is not None and isinstance(expr, Quantize) and self._bound(expr, given, i).segments != own.segments:
+            raise LanguageError(
+                f"it is an alias of {member!r}, but cut otherwise, so that its scales would be others. Cut both alike"
+            )
 
     def _with_scales(
         self, tree: TargetTree, mapping: Mapping, expr: Expr, names: AbstractMapping[int, str], i: int

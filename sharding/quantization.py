@@ -64,7 +64,18 @@ class Format:
     scale: ScaleKind = "float32"
 
     def __init_subclass__(cls) -> None:
-        _REGISTERED[cls.__name__] = cls
+        _REGISTERED[cls.full_name()] = cls
+
+    @classmethod
+    def full_name(cls) -> str:
+        """By which plan files name the class."""
+        return f"{cls.__module__}.{cls.__qualname__}"
+
+    @property
+    def constants(self) -> dict[str, str | float]:
+        """What its class states, and plan files repeat, so that nobody runs a plan with another class of its name."""
+        names = ("codes", "largest", "divisor", "rounding", "shift", "zero_exponent")
+        return {name: getattr(self, name) for name in names}
 
     def __post_init__(self) -> None:
         if not (np.isfinite(self.floor) and self.floor >= 0):

@@ -142,3 +142,12 @@ def test_a_mesh_without_the_engines_axis_is_refused(engine: str) -> None:
     side = sf.engines.tunix.trainer if engine == "tunix" else getattr(sf.engines, engine).rollout
     with pytest.raises(sf.PlanError, match=rf"mesh of {engine} has the axes \['fsdp', 'model'\], but an axis 'tp'"):
         side(DENSE, AbstractMesh((1, 1), ("fsdp", "model")))
+
+
+def test_a_route_between_models_of_other_sizes_is_refused() -> None:
+    model = dataclasses.replace(sf.engines.model("Qwen3-0.6B"), layers=3)
+    mesh = AbstractMesh((1, 1), ("fsdp", "tp"))
+    trainer = sf.engines.tunix.trainer(dataclasses.replace(model, layers=4), mesh)
+    rollout = sf.engines.vllm.rollout(model, AbstractMesh((1,), ("tp",)))
+    with pytest.raises(sf.PlanError, match=r"they differ in layers \(4 and 3\)"):
+        sf.engines.route(trainer, rollout)

@@ -233,7 +233,7 @@ def test_a_new_format_is_one_class(rng: np.random.Generator) -> None:
     assert scales[:, 0].tolist() == (np.abs(x).max(1) / np.float32(57344)).tolist()
     want = np.clip(x * (np.float32(1) / scales), -57344, 57344).astype(ml_dtypes.float8_e5m2)
     assert codes.tobytes() == want.tobytes()
-    assert format_class("E5M2Rows") is E5M2Rows
+    assert format_class(E5M2Rows.full_name()) is E5M2Rows
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import io
 import itertools
 import math
@@ -484,6 +485,47 @@ def test_scales_that_belong_to_several_entries_are_refused_instead_of_taken_from
     targets |= {f"{name}.s": cut((2, 1), "float32") for name in names}
     with pytest.raises(sf.PlanError, match=r"'h\.1\.w' has another entry than 'h\.0\.w'. Write one for each entry"):
         planned(entries, sources, targets, unused=("*",))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float8_e8m0fnu"])
+def test_bytes_of_exponents_are_not_cast_to_numbers(dtype: str) -> None:
+    entries = {"w": sf.src("w").quantize(formats.ocp_mxfp8()), "s": sf.scale_of("w")}
+    targets = {"w": cut((4, 64), "float8_e4m3fn"), "s": cut((4, 2), dtype)}
+    with pytest.raises(sf.PlanError, match=f"holds E8M0 bytes, but its dtype is {dtype}. Register uint8"):
+        planned(entries, {"w": cut((4, 64), "float32")}, targets, allow_cast=("*",))
+
+
+def test_an_alias_that_is_cut_into_other_blocks_than_its_target_is_refused() -> None:
+    entries = {"w": sf.src("w").quantize(formats.vllm_fp8_tensor()), "x": sf.alias("w"), "s": sf.scale_of("w")}
+    targets = {"w": cut((8, 8), "float8_e4m3fn", 0, 2), "x": cut((8, 8), "float8_e4m3fn"), "s": cut((2, 1), "float32")}
+    with pytest.raises(sf.PlanError, match="it is an alias of 'w', but cut otherwise"):
+        planned(entries, {"w": cut((8, 8), "float32")}, targets, ranks=2)
+    targets["x"] = targets["w"]
+    planned(entries, {"w": cut((8, 8), "float32")}, targets, ranks=2)
+
+
+def test_a_plan_is_not_run_with_another_class_of_its_formats_name() -> None:
+    def plan_with(divisor_: float) -> Plan:
+        @dataclasses.dataclass(frozen=True, kw_only=True)
+        class Mine(formats.Fp8Block):
+            divisor = divisor_
+
+        entries = {"w": sf.src("w").quantize(Mine(rows=4, columns=8)), "s": sf.scale_of("w")}
+        targets = {"w": cut((8, 8), "float8_e4m3fn"), "s": cut((2, 1), "float32")}
+        return planned(entries, {"w": cut((8, 8), "float32")}, targets)
+
+    first = plan_with(448.0)
+    kept = io.BytesIO()
+    first.save(kept)
+    assert load(io.BytesIO(kept.getvalue())).digest == first.digest
+    assert plan_with(240.0).digest != first.digest
+    with pytest.raises(sf.PlanFileError, match="Make the plan again"):
+        load(io.BytesIO(kept.getvalue()))
+
+
+def test_scales_of_scales_are_refused() -> None:
+    with pytest.raises(sf.LanguageError, match="scales of scales"):
+        sf.scale_of("w").quantize(SMALL)
 
 
 def test_a_vector_is_not_quantized() -> None:

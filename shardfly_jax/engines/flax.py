@@ -49,13 +49,15 @@ def trainer(model: Model, params: Any, *, rules: Rules | None = None, layer_axis
         way; and a rule that renames nothing. All are listed.
     """
     found = _found(model, params, {} if rules is None else rules, layer_axis)
-    return Side(params=params, mapping=Mapping({one.tensor.name: one.canonical(layer_axis) for one in found}))
+    return Side(
+        params=params, mapping=Mapping({one.tensor.name: one.canonical(layer_axis) for one in found}), model=model
+    )
 
 
 def rollout(model: Model, params: Any, *, rules: Rules | None = None, layer_axis: int = 0) -> Side:
     """The rollout side of a model: as `trainer`, written instead of read."""
     found = _found(model, params, {} if rules is None else rules, layer_axis)
-    return Side(params=params, mapping=Mapping({one.own: one.from_canonical(layer_axis) for one in found}))
+    return Side(params=params, mapping=Mapping({one.own: one.from_canonical(layer_axis) for one in found}), model=model)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,8 +61,8 @@ class FusedBuilder(SideBuilder):
     """
 
     def __init__(self, model: Model, mesh: AnyMesh, cuts: Cuts, dtype: Any, placement: Placement | None):
-        super().__init__(mesh, dtype)
-        self.model, self.cuts, self.placement = model, cuts, placement
+        super().__init__(mesh, dtype, model)
+        self.cuts, self.placement = cuts, placement
         faults = list(_faults(model, cuts, self.ways, placement))
         if faults:
             raise PlanError(faults)

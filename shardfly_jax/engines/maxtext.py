@@ -66,7 +66,7 @@ def trainer(
     require_family(model, FAMILIES, "maxtext")
     if unknown := [axis for axis in mesh.axis_names if axis not in AXES]:
         raise PlanError(f"engine: the mesh has the axes {unknown}, but MaxText's are {list(AXES)}. Rename them.")
-    builder = SideBuilder(mesh, dtype)
+    builder = SideBuilder(mesh, dtype, model)
     _outside_layers(model, builder, model.vocab if padded_vocab is None else padded_vocab)
     for part in _stacks(model, builder, scan_layers):
         _attention(model, part) if model.latent is None else _latent_attention(model, part)

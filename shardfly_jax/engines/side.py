@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardfly_jax.engines.models import Model
 from shardfly_jax.sharding.composition import compose
 from shardfly_jax.sharding.errors import PlanError
 from shardfly_jax.sharding.language import Expr
@@ -29,14 +30,27 @@ class Side:
       params: Tree of `ShapeDtypeStruct`s with shardings.
       mapping: A trainer's: canonical name -> expression over its own tensors. A rollout's: own name -> expression over
         canonical tensors.
+      model: Whose; None if unknown.
     """
 
     params: Any
     mapping: Mapping
+    model: Model | None = None
 
 
 def route(trainer: Side, rollout: Side) -> Mapping:
-    """The mapping from a trainer's tensors to a rollout's."""
+    """The mapping from a trainer's tensors to a rollout's.
+
+    Raises:
+      PlanError: They describe models of other sizes.
+    """
+    if trainer.model is not None and rollout.model is not None:
+        ours, theirs = (dataclasses.asdict(side.model) | {"name": ""} for side in (trainer, rollout) if side.model)
+        if other := [f"{key} ({ours[key]} and {theirs[key]})" for key in ours if ours[key] != theirs[key]]:
+            raise PlanError(
+                f"route: trainer and rollout describe other models: they differ in {', '.join(other)}. "
+                "Give both the same engines.model(...)."
+            )
     return compose(rollout.mapping, trainer.mapping)
 
 
@@ -46,10 +60,11 @@ class SideBuilder:
     Args:
       mesh: Of all leaves.
       dtype: Of leaves that give none of their own.
+      model: Whose they are.
     """
 
-    def __init__(self, mesh: AnyMesh, dtype: Any):
-        self.mesh, self.dtype = mesh, dtype
+    def __init__(self, mesh: AnyMesh, dtype: Any, model: Model):
+        self.mesh, self.dtype, self.model = mesh, dtype, model
         self.leaves: dict[str, jax.ShapeDtypeStruct] = {}
         self.entries: dict[str, Expr] = {}
 
@@ -65,7 +80,7 @@ class SideBuilder:
 
     def side(self) -> Side:
         """What was collected, leaves as nested dicts."""
-        return Side(params=nested(self.leaves), mapping=Mapping(self.entries))
+        return Side(params=nested(self.leaves), mapping=Mapping(self.entries), model=self.model)
 
 
 def tensor(mesh: AnyMesh, dtype: Any, shape: tuple[int, ...], *spec: Any) -> jax.ShapeDtypeStruct:

@@ -31,7 +31,7 @@ def trainer(model: Model, mesh: AnyMesh, *, dtype: Any = "bfloat16") -> Side:
     require_family(model, FAMILIES, "tunix")
     for axis in ("fsdp", "tp"):
         axis_size("tunix", mesh, axis)
-    builder = SideBuilder(mesh, dtype)
+    builder = SideBuilder(mesh, dtype, model)
     fsdp = ("fsdp", "sp") if "sp" in mesh.axis_names and model.family != "llama3" else ("fsdp",)
     _outside_layers(model, builder, fsdp)
     _attention(model, builder, fsdp)

@@ -121,7 +121,7 @@ def _quantized(builder: FusedBuilder, quantization: str, tp: int, dp: int, exper
     if faults := fp8.faults(model.name, format, sizes, tp):
         raise PlanError(faults)
     leaves, mapping = fp8.quantized(builder.leaves, Mapping(builder.entries), format, QUANTIZED, "_scale_inv")
-    return Side(params=nested(leaves), mapping=mapping)
+    return Side(params=nested(leaves), mapping=mapping, model=model)
 
 
 def _block_sizes(m: Model, tp: int, width_cuts: int) -> dict[str, int]:

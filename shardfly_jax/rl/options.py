@@ -44,8 +44,11 @@ class Options:
             raise PlanError(f"rl: mode is {self.mode!r}, but one of {list(MODES)} is needed.")
         if not 1 <= self.largest <= MAX_NUMBER:
             raise PlanError(f"rl: largest is {self.largest}, but numbers are digits. Choose 1 to {MAX_NUMBER}.")
-        if min(self.steps, self.prompts, self.completions) < 1:
-            raise PlanError("rl: steps, prompts or completions are fewer than 1. Choose at least one of each.")
+        if min(self.steps, self.prompts) < 1 or self.completions < 2:
+            raise PlanError(
+                "rl: steps or prompts are fewer than 1, or completions fewer than 2, so that none is better than its "
+                "group. Choose more."
+            )
         if self.prompts * self.completions % 2:
             raise PlanError(
                 f"rl: a batch is {self.prompts} x {self.completions} answers, but two replicas share it. Choose "
