@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -127,6 +128,8 @@ class Faults:
 
     def __init__(self) -> None:
         self.point, self.left, self.action = "", 0, ""
+        self.goes_on = threading.Event()
+        signal.signal(signal.SIGCONT, lambda *_: self.goes_on.set())
 
     def plan(self, point: str, n: int, action: str) -> None:
         """The n-th time, counted from 1, that the process gets to a point, it does something."""
@@ -139,10 +142,10 @@ class Faults:
         self.left -= 1
         if self.left != 0:
             return 1
-        if self.action == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.action == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.action in ("kill", "stop"):  # and not a step further, whichever thread the signal reaches first
+            self.goes_on.clear()
+            os.kill(os.getpid(), signal.SIGKILL if self.action == "kill" else signal.SIGSTOP)
+            self.goes_on.wait()
         return {"drop": 0, "double": 2}.get(self.action, 1)
 
     def install(self) -> None:

@@ -1,7 +1,7 @@
 """Faults of an update across processes: whoever dies, stops or is not heard, nobody hangs and nobody serves a mixture.
 
-Five processes (two trainers, a rollout of two processes, a rollout of one) and the rendezvous in this one. They are kept
-from scenario to scenario; who dies is replaced, who was stopped goes on and joins again later.
+Five processes (two trainers, a rollout of two processes, a rollout of one) and the rendezvous in this one. They are
+kept from scenario to scenario; who dies is replaced, who was stopped goes on and joins again later.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ class Pool:
         self.address = address
         self.spares = [Process(), Process()]
         self.at = {role: Process() for role in RANKS}
-        self.seed = 0
+        self.seed = self.version = 0
+        self.is_whole = True
         for role in RANKS:
             self.at[role].ask("join", address=address, ranks=RANKS[role])
         for role in RANKS:
@@ -121,7 +122,7 @@ class Pool:
 
     def check_update(self) -> None:
         """An update without faults is right in every byte everywhere, and all versions are equal."""
-        before = getattr(self, "version", 0)
+        before = self.version
         seed = self.begin()
         answers = {role: process.answer() for role, process in self.at.items()}
         assert {role: answer["outcome"] for role, answer in answers.items()} == dict.fromkeys(RANKS, "ok"), answers
@@ -136,15 +137,38 @@ class Pool:
             process.end()
 
 
+class Shared:
+    """The rendezvous, and the pool that scenarios share as long as none of them fails."""
+
+    def __init__(self, address: str):
+        self.address = address
+        self.pool: Pool | None = None
+
+    def end(self) -> None:
+        if self.pool is not None:
+            self.pool.end()
+        self.pool = None
+
+
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
+def shared() -> Iterator[Shared]:
     with sf.connect("tcp://127.0.0.1:0", TOKEN, serve=True, deadline_secs=DEADLINE_SECS, lost_secs=LOST_SECS) as world:
-        made = Pool(world.address)
+        made = Shared(world.address)
         try:
-            made.check_update()
             yield made
         finally:
             made.end()
+
+
+@pytest.fixture
+def pool(shared: Shared) -> Iterator[Pool]:
+    """Five processes that have done an update."""
+    if shared.pool is None:
+        shared.pool = Pool(shared.address)
+        shared.pool.check_update()
+    yield shared.pool
+    if not shared.pool.is_whole:
+        shared.end()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,6 +245,7 @@ def test_there_are_enough_scenarios() -> None:
 @pytest.mark.parametrize("scenario", scenarios(), ids=str)
 def test_nobody_hangs_and_nobody_serves_a_mixture(pool: Pool, scenario: Scenario) -> None:
     before = pool.seed
+    pool.is_whole = False  # until the end
     victim = pool.at[scenario.role]
     seed = pool.begin((scenario.role, (scenario.point, scenario.n, scenario.action)))
     if scenario.action == "stop":
@@ -241,3 +266,4 @@ def test_nobody_hangs_and_nobody_serves_a_mixture(pool: Pool, scenario: Scenario
         assert {pool.serves(role) for role in ROLLOUTS} == {str(pool.seed)}, "a late writer touched a later version"
         pool.check_update()
         pool.spares.append(victim)
+    pool.is_whole = True

@@ -27,6 +27,7 @@ from shardfly_jax.sharding.formats import np_dtype
 from shardfly_jax.sharding.moves import Key
 from shardfly_jax.transports.sockets import Incoming, Outgoing
 from shardfly_jax.worlds.link import Link
+from shardfly_jax.worlds.rendezvous import GRACE_SECS
 from shardfly_jax.worlds.steps import Band, Step, Steps
 from shardfly_jax.worlds.wire import Header
 
@@ -88,6 +89,7 @@ class Run:
         self._needs_done = min(held) < source_ranks
         self._is_done = self._said_arrived = False
         self._until = time.monotonic() + link.deadline_secs
+        self._patience_secs = 2 * (GRACE_SECS + link.lost_secs)
         self._reported = False
         self._expected = {(*step.pair, step.number): step for step in steps.incoming}
         self._left = dict(steps.needed)
@@ -239,7 +241,7 @@ class Run:
         if now > self._until and not self._reported:
             self._reported = True
             self._report()
-        if now > self._until + 2 * self._link.lost_secs:
+        if now > self._until + self._patience_secs:
             raise SyncTimeout(
                 f"update: the rendezvous did not say how attempt {self.epoch} ended, {self._waited()}. Replicas that "
                 "did not complete it are poisoned until the next complete update."
@@ -274,5 +276,5 @@ class Run:
             if queue:
                 poller.register(self._outgoing.socket(endpoint), zmq.POLLOUT)
         now = time.monotonic()
-        until = self._until if now <= self._until else self._until + 2 * self._link.lost_secs
+        until = self._until if now <= self._until else self._until + self._patience_secs
         poller.poll(max(1, int((until - now) * 1000) + 1))

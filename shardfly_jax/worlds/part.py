@@ -33,6 +33,10 @@ class Part:
     Raises:
       RegistrationError: No transport reaches the buffers, or the world listens nowhere for payload.
       WorldError: Another living process holds one of its ranks.
+
+    Attributes:
+      transport: How payload travels.
+      passed_over: Why the faster transports are not used, by name.
     """
 
     def __init__(self, session: Session, world: World):
@@ -40,9 +44,9 @@ class Part:
         plan = session.plan
         self.sends = min(self.held) < plan.source_ranks
         self.own = frozenset(replica.name for replica in plan.replicas if self.held & set(replica.ranks))
-        transport, reasons = choose(shard.device for shard in session.buffers.values())
-        if transport is None:
-            against = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        self.transport, self.passed_over = choose(shard.device for shard in session.buffers.values())
+        if self.transport is None:
+            against = "; ".join(f"{name}: {reason}" for name, reason in self.passed_over.items())
             raise RegistrationError(f"registration: no transport reaches the rollout's buffers: {against}.")
         self._steps = steps_of(plan, self.held, session.buffers)
         self._targets = {key: host_bytes(shard.address, shard.nbytes) for key, shard in session.buffers.items()}
@@ -180,6 +184,7 @@ class Part:
             while True:
                 header = self._next({"begin", "failed", "refused"}, until - time.monotonic())
                 if header is None:
+                    self._refuse("it waited too long for an answer")
                     raise SyncTimeout(
                         f"update: the rendezvous did not answer within {wait_secs:g} s, before anything was written. "
                         "The old version is still served."
@@ -191,7 +196,7 @@ class Part:
                         raise failure(header)
                     return header
         except BaseException as error:
-            if not isinstance(error, ShardflyError) or isinstance(error, SyncTimeout):
+            if not isinstance(error, ShardflyError):
                 self._refuse(f"{type(error).__name__} while it waited for others")
             raise
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 
+from shardfly_jax.worlds.members import Attempt, Entry, Member, Registration
 from shardfly_jax.worlds.wire import PROTOCOL, Header
 
 log = logging.getLogger("shardfly_jax.worlds")
@@ -20,113 +21,6 @@ GRACE_SECS = 1.0
 
 Out = list[tuple[bytes, Header]]
 """Messages to send, with the address of their receiver."""
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class Registration:
-    """What a process said about its part in a plan.
-
-    Attributes:
-      held: Plan-wide ranks.
-      replicas: All replicas of the plan: their ranks.
-      endpoint: Where it takes payload; empty if it takes none.
-      versions: Of the replicas it holds a part of.
-    """
-
-    digest: str
-    source_ranks: int
-    target_ranks: int
-    held: frozenset[int]
-    replicas: dict[str, list[int]]
-    endpoint: str
-    versions: dict[str, int]
-
-    @property
-    def ranks(self) -> frozenset[int]:
-        """Every rank of its plan."""
-        return frozenset(range(self.source_ranks + self.target_ranks))
-
-    @property
-    def is_target(self) -> bool:
-        """Whether it holds a rollout rank."""
-        return any(rank >= self.source_ranks for rank in self.held)
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class Entry:
-    """A process waits for an attempt to begin.
-
-    Attributes:
-      number: The process' own count of its entries; comes back in *begin* and *failed*.
-      wait_secs, until: How long it waits, and when it gives up, seconds.
-    """
-
-    number: int
-    wait_secs: float
-    until: float
-
-
-@dataclasses.dataclass(slots=True)
-class Member:
-    """A process.
-
-    Attributes:
-      heard: When it said something last, seconds.
-      cut_off: Since when it has no connection; None while it has one.
-      registration: None before it has registered.
-      claim: A registration that waits for ranks which another process holds, and until when.
-      entry: None when it does not wait for an attempt.
-      refusal: Why it voted no last, until it enters again.
-      told: Who has been told of that refusal.
-    """
-
-    name: str
-    heard: float
-    cut_off: float | None = None
-    registration: Registration | None = None
-    claim: tuple[Registration, float] | None = None
-    entry: Entry | None = None
-    refusal: str | None = None
-    told: set[bytes] = dataclasses.field(default_factory=set)
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class Attempt:
-    """One try at an update.
-
-    Attributes:
-      entries: Entry number of each process that takes part.
-      registrations: What they were when it began.
-      until: When the rendezvous ends it, seconds.
-      ready, arrived: Processes that said so.
-      complete: Replicas that hold all of it.
-      has_gone: Whether the trainers were told to send.
-    """
-
-    epoch: int
-    number: int
-    entries: dict[bytes, int]
-    registrations: dict[bytes, Registration]
-    until: float
-    ready: set[bytes] = dataclasses.field(default_factory=set)
-    arrived: set[bytes] = dataclasses.field(default_factory=set)
-    complete: set[str] = dataclasses.field(default_factory=set)
-    has_gone: bool = False
-
-    @property
-    def targets(self) -> set[bytes]:
-        """Processes that hold rollout ranks."""
-        return {who for who, registration in self.registrations.items() if registration.is_target}
-
-    @property
-    def replicas(self) -> dict[str, list[int]]:
-        """Ranks of each replica."""
-        return next(iter(self.registrations.values())).replicas
-
-    def holders(self, replica: str) -> set[bytes]:
-        """Processes that hold a rank of a replica."""
-        ranks = set(self.replicas[replica])
-        return {who for who, registration in self.registrations.items() if registration.held & ranks}
 
 
 class Rendezvous:
@@ -187,17 +81,35 @@ class Rendezvous:
             if member.claim is not None and now > member.claim[1]:
                 self._refuse_claim(who, member)
             if member.entry is not None and now > member.entry.until and member.registration is not None:
-                absent = sorted(member.registration.ranks - self._entered_ranks(member.registration.digest))
-                rank = absent[0] if absent else 0
+                entered = self._entered_ranks(member.registration.digest)
+                patient = {
+                    r for m in self.members.values() if m.gave_up and m.registration for r in m.registration.held
+                }
+                rank = min(member.registration.ranks - entered, key=lambda r: (r in patient, r))
+                member.gave_up = True
                 why = f"{self._describe(rank)} did not take part within {member.entry.wait_secs:g} s"
                 self._fail_entry(who, member, "timeout", rank, why)
         attempt = self.attempt
         if attempt is not None and now > attempt.until:
+            self._time_out(attempt)
+        return self._taken()
+
+    def _time_out(self, attempt: Attempt) -> None:
+        """Ends an attempt at its deadline, naming who held it up: others may have waited for who waited for them."""
+        culprit = None
+        seen: set[bytes] = set()
+        who = next(iter(attempt.reports), None)
+        while who in attempt.reports and who not in seen:
+            seen.add(who)
+            culprit = attempt.reports[who]
+            who = next((w for w, r in attempt.registrations.items() if culprit[1] in r.held), b"")
+        if culprit is not None:
+            self._end("timeout", *culprit)
+        else:
             waiting = attempt.targets - (attempt.arrived if attempt.has_gone else attempt.ready)
             rank = min((min(attempt.registrations[who].held) for who in waiting), default=0)
             phase = "finish" if attempt.has_gone else "ready"
             self._end("timeout", phase, rank, f"{self._describe(rank)} did not get through {phase}")
-        return self._taken()
 
     # What processes say
 
@@ -227,7 +139,7 @@ class Rendezvous:
                 self._end("refused", "ready", rank, f"rank {rank} refused: {header['refusal']}")
         else:
             member.entry = Entry(number=header["entry"], wait_secs=header["wait_secs"], until=now + header["wait_secs"])
-            member.refusal = None
+            member.refusal, member.gave_up = None, False
         self._vote()
 
     def _during(self, who: bytes, header: Header) -> None:
@@ -243,6 +155,8 @@ class Rendezvous:
             case "arrived" if attempt.has_gone:
                 attempt.arrived.add(who)
                 self._complete(attempt)
+            case "fail" if header["kind"] == "timeout":
+                attempt.reports[who] = (header["phase"], header["rank"], header["why"])
             case "fail":
                 self._end(header["kind"], header["phase"], header["rank"], header["why"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -45,6 +46,7 @@ class World:
                 address = self._serving.address
             self.address = address
             self.link = Link(self.context, address, self.seal, name, deadline_secs)
+            atexit.register(self.close)  # so that what was said last still gets out
         except BaseException:
             if self._serving is not None:
                 self._serving.close()
@@ -76,6 +78,7 @@ class World:
         """Leaves the world. Where the rendezvous is served from here, the world is lost for all."""
         if self.context.closed:
             return
+        atexit.unregister(self.close)
         if self._part is not None:
             self._part.close()
             self._part = None
