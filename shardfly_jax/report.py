@@ -66,7 +66,8 @@ def explain(plan: Plan, topology: Topology) -> str:
 
 def _transport(plan: Plan) -> list[Text]:
     """How payload reaches other processes, and why not faster; nothing for a plan of one process."""
-    part = plan.session.part if plan.session is not None else None
+    session = getattr(plan, "session", None)  # of a plan that users hold
+    part = session.part if session is not None else None
     if part is None:
         return []
     held = ", ".join(map(str, sorted(part.held)))

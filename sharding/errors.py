@@ -77,7 +77,7 @@ class RankLost(TransferError):
 
 
 class UpdateRefused(TransferError):
-    """Another process voted against an update before anything moved; says why. The old version is still served."""
+    """Another process voted against an update before anything moved; says why, and whether replicas are poisoned."""
 
 
 class WorldError(ShardflyError, RuntimeError):

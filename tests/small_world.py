@@ -3,8 +3,9 @@
 Trainers are ranks 0 and 1; rollout replica 0 has ranks 2 and 3, replica 1 has ranks 4 and 5. Tensors are cut into many
 small chunks, so that every rank sends, receives and forwards some.
 
-As a program it reads one JSON command per line and answers each with one JSON line. A command may ask for a fault: at
-the n-th time that the process gets to some point, it is killed or stopped, or a message is dropped or doubled.
+As a program (see `PROGRAM`) it reads one JSON command per line and answers each with one JSON line. A command may ask
+for a fault: at the n-th time that the process gets to some point, it is killed or stopped, or a message is dropped or
+doubled.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import json
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,8 +29,13 @@ from shardfly_jax.sharding.moves import View
 from shardfly_jax.worlds import attempt, link
 
 TRAINER = AbstractMesh((2,), ("fsdp",))
-ROLLOUT = AbstractMesh((2, 2), ("replica", "tp"))
 LAYERS = 3
+PROGRAM = """
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCONT})  # in every thread: who was stopped waits for it
+import small_world
+small_world.main()
+"""
 TOKEN = "a token of the tests"
 RANKS = {"t0": [0], "t1": [1], "r0": [2], "r1": [3], "r2": [4, 5]}
 """Ranks of each process of the fault tests."""
@@ -47,14 +52,15 @@ def like(mesh: AbstractMesh, shape: tuple[int, ...], dtype: str, *spec: Any) -> 
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
 
-def make_plan(scale: float = 1.0) -> sf.Plan:
-    """The plan; another `scale` makes another one."""
+def make_plan(scale: float = 1.0, replicas: int = 2) -> sf.Plan:
+    """The plan; another `scale` or number of replicas makes another one."""
+    rollout = AbstractMesh((replicas, 2), ("replica", "tp"))
     source: dict[str, Any] = {"norm": like(TRAINER, (12,), "float32")}
-    target: dict[str, Any] = {"norm": like(ROLLOUT, (12,), "float32")}
+    target: dict[str, Any] = {"norm": like(rollout, (12,), "float32")}
     for i in range(LAYERS):
         source[f"h.{i}.w"] = like(TRAINER, (16, 12), "float32", "fsdp")
-        target[f"h.{i}.wt"] = like(ROLLOUT, (12, 16), "bfloat16", "tp")
-        target[f"h.{i}.w2"] = like(ROLLOUT, (16, 14), "float32", None, "tp")
+        target[f"h.{i}.wt"] = like(rollout, (12, 16), "bfloat16", "tp")
+        target[f"h.{i}.w2"] = like(rollout, (16, 14), "float32", None, "tp")
     mapping = {
         "norm": sf.src("norm").scale(scale),
         "h.{i}.wt": sf.src("h.{i}.w").rearrange("a b -> b a"),
@@ -128,8 +134,6 @@ class Faults:
 
     def __init__(self) -> None:
         self.point, self.left, self.action = "", 0, ""
-        self.goes_on = threading.Event()
-        signal.signal(signal.SIGCONT, lambda *_: self.goes_on.set())
 
     def plan(self, point: str, n: int, action: str) -> None:
         """The n-th time, counted from 1, that the process gets to a point, it does something."""
@@ -143,9 +147,8 @@ class Faults:
         if self.left != 0:
             return 1
         if self.action in ("kill", "stop"):  # and not a step further, whichever thread the signal reaches first
-            self.goes_on.clear()
             os.kill(os.getpid(), signal.SIGKILL if self.action == "kill" else signal.SIGSTOP)
-            self.goes_on.wait()
+            signal.sigwait({signal.SIGCONT})
         return {"drop": 0, "double": 2}.get(self.action, 1)
 
     def install(self) -> None:
@@ -205,7 +208,7 @@ class Worker:
         if trainers:
             sf.sync(params_of(seed, trainers), self.plan)
         else:
-            sf.receive(self.plan, wait_secs=60)
+            sf.receive(self.plan, wait_secs=6)
         return {"versions": dict(self.plan.version)}
 
     def serves(self, seeds: list[int]) -> dict[str, Any]:
@@ -231,7 +234,3 @@ def main() -> None:
         except sf.ShardflyError as error:
             answer = {"outcome": type(error).__name__, "message": str(error)}
         print(json.dumps(answer), flush=True)
-
-
-if __name__ == "__main__":
-    main()

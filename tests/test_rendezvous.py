@@ -189,6 +189,17 @@ def test_a_refusal_is_told_once_to_everybody_who_enters() -> None:
     assert {world.last(who)["op"] for who in HELD} == {"begin"}
 
 
+def test_who_withdraws_ends_an_attempt_that_has_begun_and_no_later_one() -> None:
+    world = World()
+    assert world.started() == 1
+    world.say("b", "withdraw", entry=1, why="interrupted")
+    assert {world.last(who)["kind"] for who in HELD} == {"refused"}
+    for who in HELD:
+        world.enter(who, entry=2)
+    world.say("b", "withdraw", entry=1, why="late")
+    assert {world.last(who)["op"] for who in HELD} == {"begin"}
+
+
 @dataclasses.dataclass
 class Program:
     """What a process believes, in the random test."""

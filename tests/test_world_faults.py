@@ -24,7 +24,7 @@ import pytest
 
 pytest.importorskip("zmq", reason="needs pyzmq (the zmq extra)")
 
-from small_world import RANKS, TOKEN
+from small_world import PROGRAM, RANKS, TOKEN
 
 import shardfly_jax as sf
 
@@ -40,9 +40,10 @@ class Process:
 
     def __init__(self) -> None:
         flags = "--xla_force_host_platform_device_count=2"
-        env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": path}
         self.popen = subprocess.Popen(
-            [sys.executable, "-P", "-W", "ignore", str(Path(__file__).parent / "small_world.py")],
+            [sys.executable, "-P", "-W", "ignore", "-c", PROGRAM],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True,
         )  # fmt: skip
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()

@@ -271,9 +271,28 @@ def test_an_update_that_one_process_breaks_off_ends_for_all_and_is_healed(rendez
         assert "rank 2 failed: Broken: a callback" in str(results[0])
         assert served(first.plan, [1, 2]) == "poisoned"
         assert served(second.plan, [1, 2]) in {"poisoned", "2"}
+        assert second.plan.version["rollout/1"] == (2 if served(second.plan, [2]) == "2" else 1)
         assert errors(members.update(3)) == []
         assert [served(p.plan, [3]) for p in (first, second)] == ["3", "3"]
         assert len(set(trainer.plan.version.values())) == 1
+
+
+def test_replicas_are_dropped_by_registering_a_plan_without_them(rendezvous: Any) -> None:
+    """Two replicas, one dies: the others register a plan of one, with the buffers that they have."""
+    members = Processes(rendezvous, [0, 1], [2, 3], [4, 5])
+    with members as (trainer, first, second):
+        members.update(1)
+        second.world.close()
+        assert errors(together(lambda: trainer.update(2), lambda: first.update(2, wait_secs=0.3)))
+        assert served(first.plan, [1]) == "1"
+        buffers, addresses = sf.params(first.plan), {s.address for s in first.plan.registered().buffers.values()}
+        for process, owner in ((trainer, None), (first, buffers)):
+            process.plan = sf.register(make_plan(replicas=1), owner, world=process.world, ranks=process.ranks)
+        poison_buffers(first.plan)
+        assert errors(together(lambda: trainer.update(3), lambda: first.update(3))) == []
+        assert served(first.plan, [1, 3]) == "3"
+        assert {s.address for s in first.plan.registered().buffers.values()} == addresses
+        assert set(trainer.plan.version.values()) == {2}, "versions go on"
 
 
 def test_two_updates_that_race_are_served_whole_one_after_the_other(rendezvous: Any) -> None:
@@ -454,6 +473,14 @@ def test_importing_the_library_does_not_import_pyzmq() -> None:
     assert (
         subprocess.run([sys.executable, "-P", "-c", code], env={**os.environ}, timeout=120, check=False).returncode == 0
     )
+
+
+def test_explain_says_which_transport_is_used_and_why_no_other(rendezvous: Any) -> None:
+    with Processes(rendezvous, [0, 1], [2, 3, 4, 5]) as (_, rollout):
+        text = rollout.plan.explain()
+    assert "Transport: zmq; ranks of this process: 2, 3, 4, 5" in text
+    assert "not ipc: " in text
+    assert "Transport" not in make_plan().explain()
 
 
 def test_every_transport_says_why_it_is_not_chosen() -> None:

@@ -63,6 +63,9 @@ class Run:
       held: Its ranks.
       source_ranks: Ranks below it are trainers.
       progress: Called with bytes written.
+
+    Attributes:
+      complete: The replicas that hold all of the update, as the rendezvous said.
     """
 
     def __init__(
@@ -84,10 +87,11 @@ class Run:
         self._incoming, self._outgoing = incoming, outgoing
         self._heard, self._progress = heard, progress
         self.epoch, self.session = begin["epoch"], begin["session"]
-        self._waiting_replicas = set(own)
+        self.complete: set[str] = set()
+        self._own = own
         self._held, self._source_ranks = held, source_ranks
         self._needs_done = min(held) < source_ranks
-        self._is_done = self._said_arrived = False
+        self._is_done = self._is_ended = self._said_arrived = False
         self._until = time.monotonic() + link.deadline_secs
         self._patience_secs = 2 * (GRACE_SECS + link.lost_secs)
         self._reported = False
@@ -125,13 +129,13 @@ class Run:
                     self._sleep()
         except BaseException as error:
             self._outgoing.reset()
-            if not isinstance(error, ShardflyError):
+            if not self._is_ended:
                 rank, phase = min(self._held), "send" if self._needs_done else "finish"
                 self._fail("error", phase, rank, f"rank {rank} failed: {type(error).__name__}: {error}")
             raise
 
     def _is_over(self) -> bool:
-        return not self._waiting_replicas and not any(self._there.values()) and (self._is_done or not self._needs_done)
+        return self._own <= self.complete and not any(self._there.values()) and (self._is_done or not self._needs_done)
 
     # What the rendezvous says
 
@@ -148,10 +152,11 @@ class Run:
                         self._queue(step)
                     self._first = []
                 case "complete":
-                    self._waiting_replicas -= set(header["replicas"])
+                    self.complete |= set(header["replicas"])
                 case "done":
                     self._is_done = True
-                case "failed" if self._waiting_replicas or self._needs_done:
+                case "failed" if self._needs_done or not self._own <= self.complete:
+                    self._is_ended = True
                     raise failure(header)
                 case "failed":  # others failed; what this process was to get is here
                     self._there.clear()
@@ -242,6 +247,7 @@ class Run:
             self._reported = True
             self._report()
         if now > self._until + self._patience_secs:
+            self._is_ended = True
             raise SyncTimeout(
                 f"update: the rendezvous did not say how attempt {self.epoch} ended, {self._waited()}. Replicas that "
                 "did not complete it are poisoned until the next complete update."

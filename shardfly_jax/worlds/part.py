@@ -15,6 +15,7 @@ from shardfly_jax.sharding.errors import ParamsMismatch, RegistrationError, Shar
 from shardfly_jax.transports.choice import choose
 from shardfly_jax.transports.sockets import Incoming, Outgoing
 from shardfly_jax.worlds.attempt import Run, failure
+from shardfly_jax.worlds.rendezvous import GRACE_SECS
 from shardfly_jax.worlds.steps import steps_of
 from shardfly_jax.worlds.wire import Header
 
@@ -132,24 +133,29 @@ class Part:
             try:
                 sources = self._preflight(params)
             except ShardflyError as error:
-                self._refuse(f"{type(error).__name__}: {error}")
+                link.say(
+                    "enter", entry=self._entry, wait_secs=wait_secs, refusal=f"{type(error).__name__}: {error}"[:2000]
+                )
                 raise
             begin = self._enter(wait_secs)
+            guarded = None if progress is None or not self.own else session.guarded(progress)
+            run = self._prepare(begin, sources, guarded)
             if not self.own:
-                self._run(begin, sources, None)
+                run.run()
                 return None
             try:
                 wait_for_readers({shard.device for shard in session.buffers.values()})
             except BaseException as error:
-                self._refuse(f"{type(error).__name__} while it waited for readers")
+                self._withdraw(f"{type(error).__name__} while it waited for readers")
                 raise
             session.poison("an update began and did not finish", self.own)
             try:
-                self._run(begin, sources, None if progress is None else session.guarded(progress))
-                session.publish(self.own, begin["number"])
+                run.run()
             except BaseException as error:
                 session.poison(f"an update failed half way: {type(error).__name__}: {error}", self.own)
                 raise
+            finally:
+                session.publish(self.own & run.complete, begin["number"])
             return session.handles()
 
     def _preflight(self, params: Any) -> dict[Key, jax.Array]:
@@ -167,8 +173,8 @@ class Part:
         check_overlap(session, binding, arrays)
         return arrays
 
-    def _refuse(self, why: str) -> None:
-        self.world.link.say("enter", entry=self._entry, wait_secs=1.0, refusal=why[:2000])
+    def _withdraw(self, why: str) -> None:
+        self.world.link.say("withdraw", entry=self._entry, why=why)
 
     def _enter(self, wait_secs: float) -> Header:
         """Votes for an update and waits until it begins.
@@ -179,15 +185,15 @@ class Part:
         """
         link = self.world.link
         link.say("enter", entry=self._entry, wait_secs=wait_secs, refusal=None)
-        until = time.monotonic() + wait_secs + 2 * link.lost_secs
+        until = time.monotonic() + wait_secs + GRACE_SECS + link.lost_secs
         try:
             while True:
                 header = self._next({"begin", "failed", "refused"}, until - time.monotonic())
                 if header is None:
-                    self._refuse("it waited too long for an answer")
+                    self._withdraw("it waited too long for an answer")
                     raise SyncTimeout(
-                        f"update: the rendezvous did not answer within {wait_secs:g} s, before anything was written. "
-                        "The old version is still served."
+                        f"update: rank {min(self.held)} waited more than {wait_secs:g} s for an answer of the rendezvous, "
+                        "before anything was written. The old version is still served."
                     )
                 if header["op"] == "refused":
                     raise WorldError(f"update: {header['why']}. Register the plan first.")
@@ -197,13 +203,13 @@ class Part:
                     return header
         except BaseException as error:
             if not isinstance(error, ShardflyError):
-                self._refuse(f"{type(error).__name__} while it waited for others")
+                self._withdraw(f"{type(error).__name__} while it waited for others")
             raise
 
-    def _run(self, begin: Header, sources: dict[Key, jax.Array], progress: Callable[[int], None] | None) -> None:
+    def _prepare(self, begin: Header, sources: dict[Key, jax.Array], progress: Callable[[int], None] | None) -> Run:
         memory: dict[Key, np.ndarray] = dict(self._targets)
         memory.update((key, host_bytes(a.unsafe_buffer_pointer(), a.nbytes)) for key, a in sources.items())
-        Run(
+        return Run(
             self._steps,
             begin,
             memory,
@@ -215,4 +221,4 @@ class Part:
             held=self.held,
             source_ranks=self.session.plan.source_ranks,
             progress=progress,
-        ).run()
+        )

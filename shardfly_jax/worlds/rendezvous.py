@@ -57,6 +57,8 @@ class Rendezvous:
                 self._register(who, member, header, now)
             elif op == "enter":
                 self._enter(who, member, header, now)
+            elif op == "withdraw":
+                self._withdraw(who, member, header["entry"], header["why"])
             elif op == "leave":
                 self._drop(who, "left")
             elif op != "beat":
@@ -133,14 +135,19 @@ class Rendezvous:
             self._say(who, "refused", why="it entered an update before it had registered")
             return
         if header["refusal"] is not None:
-            member.entry, member.refusal, member.told = None, header["refusal"], set()
-            if self.attempt is not None and self.attempt.entries.get(who) == header["entry"]:
-                rank = min(member.registration.held)
-                self._end("refused", "ready", rank, f"rank {rank} refused: {header['refusal']}")
+            self._withdraw(who, member, header["entry"], header["refusal"])
+            member.refusal, member.told = header["refusal"], set()
         else:
             member.entry = Entry(number=header["entry"], wait_secs=header["wait_secs"], until=now + header["wait_secs"])
             member.refusal, member.gave_up = None, False
         self._vote()
+
+    def _withdraw(self, who: bytes, member: Member, entry: int, why: str) -> None:
+        """A process no longer waits for an attempt; one that has begun with it ends."""
+        member.entry = None
+        if self.attempt is not None and self.attempt.entries.get(who) == entry and member.registration is not None:
+            rank = min(member.registration.held)
+            self._end("refused", "ready", rank, f"rank {rank} refused: {why}")
 
     def _during(self, who: bytes, header: Header) -> None:
         attempt = self.attempt

@@ -76,6 +76,7 @@ TO_RENDEZVOUS = _numbered({
     "beat": {"session": _is_number},
     "register": {"session": _is_number, **_REGISTRATION},
     "enter": {"session": _is_number, "entry": _is_number, "wait_secs": _is_secs, "refusal": _is_text_or_none},
+    "withdraw": {"session": _is_number, "entry": _is_number, "why": _is_text},
     "ready": _ATTEMPT,
     "arrived": _ATTEMPT,
     "fail": {**_ATTEMPT, "kind": _is_text, "phase": _is_text, "rank": _is_number, "why": _is_text},
