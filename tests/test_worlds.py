@@ -295,6 +295,20 @@ def test_replicas_are_dropped_by_registering_a_plan_without_them(rendezvous: Any
         assert set(trainer.plan.version.values()) == {2}, "versions go on"
 
 
+def test_a_rollout_is_not_served_while_an_update_writes_it(rendezvous: Any) -> None:
+    members = Processes(rendezvous, [0, 1], [2, 3, 4, 5])
+    with members as (trainer, rollout):
+        members.update(1)
+        during: list[str] = []
+        results = together(
+            lambda: trainer.update(2),
+            lambda: rollout.update(2, progress=lambda _: during.append(served(rollout.plan, [1, 2]))),
+        )
+        assert errors(results) == []
+        assert set(during) == {"poisoned"}
+        assert served(rollout.plan, [1, 2]) == "2"
+
+
 def test_two_updates_that_race_are_served_whole_one_after_the_other(rendezvous: Any) -> None:
     with Processes(rendezvous, [0, 1], [2, 3, 4, 5]) as (trainer, rollout):
         seen = []
@@ -405,6 +419,31 @@ def test_a_lost_rendezvous_ends_the_wait() -> None:
         with pytest.raises(sf.WorldLost, match=r"sf\.connect again"):
             rollout.update(1)
     finally:
+        rollout.world.close()
+
+
+def test_a_rendezvous_that_is_lost_half_way_leaves_poison_and_another_one_heals_it(rendezvous: Any) -> None:
+    served_here = sf.connect("tcp://127.0.0.1:0", TOKEN, serve=True, deadline_secs=20, lost_secs=0.5)
+    trainer, rollout = Process(served_here, [0, 1]), Process(served_here, [2, 3, 4, 5])
+    try:
+        closing = iter([served_here.close])
+        results = together(
+            lambda: trainer.update(1), lambda: rollout.update(1, progress=lambda _: next(closing, lambda: None)())
+        )
+        assert errors(results) == ["WorldLost", "WorldLost"]
+        assert served(rollout.plan, [1]) == "poisoned"
+        addresses = {s.address for s in rollout.plan.registered().buffers.values()}
+        owner = rollout.plan.registered().handles()
+    finally:
+        trainer.world.close()
+        rollout.world.close()
+    trainer, rollout = Process(rendezvous, [0, 1]), Process(rendezvous, [2, 3, 4, 5], None, owner)
+    try:
+        assert errors(together(lambda: trainer.update(2), lambda: rollout.update(2))) == []
+        assert served(rollout.plan, [1, 2]) == "2"
+        assert {s.address for s in rollout.plan.registered().buffers.values()} == addresses
+    finally:
+        trainer.world.close()
         rollout.world.close()
 
 
