@@ -15,7 +15,7 @@ import numpy as np
 
 from shardfly_jax.executors.host import chunks
 from shardfly_jax.executors.memory import Shard
-from shardfly_jax.sharding.formats import Conversion, np_dtype
+from shardfly_jax.sharding.formats import Cast, Conversion, Divide, Fill, MulAdd, np_dtype
 from shardfly_jax.sharding.moves import Key, Move, View, move_size, source_key, source_view, target_key, target_view
 from shardfly_jax.sharding.plan import Plan
 
@@ -70,6 +70,18 @@ class Steps:
     def chunk_nbytes(self) -> int:
         """Of the largest chunk that comes in."""
         return max((step.nbytes for step in self.incoming), default=0)
+
+
+ELEMENTWISE = (Cast, MulAdd, Divide, Fill)
+"""Steps of conversions that treat every element by itself, so that a chunk can be converted without its neighbours."""
+
+
+def why_not_carried(plan: Plan) -> str | None:
+    """Why the chunks of a plan cannot be converted one by one; None if they can."""
+    for conversion in plan.conversions:
+        if not all(isinstance(step, ELEMENTWISE) for step in conversion.steps):
+            return f"the conversion {conversion.describe()} needs more than one element at a time"
+    return None
 
 
 def steps_of(plan: Plan, held: frozenset[int], buffers: Mapping[Key, Shard]) -> Steps:
