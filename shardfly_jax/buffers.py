@@ -31,7 +31,7 @@ def allocate(
     Raises:
       RegistrationError: The plan keeps targets that only an owner has.
     """
-    if plan.keep:
+    if plan.keep and trees:
         raise RegistrationError(
             "registration: the plan keeps some targets untouched, but there is no owner that has them. Give the "
             "rollout's params."

@@ -184,6 +184,32 @@ def test_a_trainer_and_a_rollout_with_meshes_of_their_own_take_part(rendezvous: 
         rollout.world.close()
 
 
+def test_a_rollout_rank_that_gets_nothing_takes_part(rendezvous: Any) -> None:
+    source = {"a": sf.Layout((4,), "float32", {0: [(0, 4)]})}
+    trees = [{name: jax.ShapeDtypeStruct((4,), "float32")} for name in ("a", "k")]
+    plan = sf.make_plan(source, sf.local(trees), sf.Mapping({"a": sf.src("a")}), keep=("k",))
+
+    def owner(name: str, rank: int) -> dict[str, Any]:
+        return {name: {rank: jax.device_put(np.zeros(4, np.float32))}}
+
+    processes = [
+        Process(rendezvous, [0], plan),
+        Process(rendezvous, [1], plan, owner("a", 0)),
+        Process(rendezvous, [2], plan, owner("k", 1)),
+    ]
+    try:
+        whole = np.arange(4, dtype=np.float32) + 1
+        _, first, second = together(
+            lambda: sf.sync({"a": {0: jax.device_put(whole)}}, processes[0].plan),
+            *(lambda p=p: sf.receive(p.plan, wait_secs=10) for p in processes[1:]),
+        )
+        assert np.asarray(first["a"][0]).tolist() == whole.tolist()
+        assert not np.asarray(second["k"][1]).any()
+    finally:
+        for process in processes:
+            process.world.close()
+
+
 # Votes
 
 
@@ -403,7 +429,7 @@ def test_chunks_of_another_attempt_or_size_are_never_written(rendezvous: Any, ca
 
 
 def test_a_rank_belongs_to_one_living_process(rendezvous: Any) -> None:
-    with sf.connect("tcp://127.0.0.1:0", TOKEN, serve=True, deadline_secs=0.3, lost_secs=0.7) as hasty:
+    with sf.connect("tcp://127.0.0.1:0", TOKEN, serve=True, deadline_secs=0.5, lost_secs=2.5) as hasty:
         first = Process(hasty, [0, 1])
         with pytest.raises(sf.WorldError, match=r"rank 1 is held by process 'process \[0, 1\]'"):
             Process(hasty, [1])
@@ -424,7 +450,7 @@ def test_a_lost_rendezvous_ends_the_wait() -> None:
 
 
 def test_a_rendezvous_that_is_lost_half_way_leaves_poison_and_another_one_heals_it(rendezvous: Any) -> None:
-    served_here = sf.connect("tcp://127.0.0.1:0", TOKEN, serve=True, deadline_secs=20, lost_secs=0.5)
+    served_here = sf.connect("tcp://127.0.0.1:0", TOKEN, serve=True, deadline_secs=20, lost_secs=2)
     trainer, rollout = Process(served_here, [0, 1]), Process(served_here, [2, 3, 4, 5])
     try:
         closing = iter([served_here.close])

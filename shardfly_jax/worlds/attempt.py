@@ -91,7 +91,7 @@ class Run:
         self._own = own
         self._held, self._source_ranks = held, source_ranks
         self._needs_done = min(held) < source_ranks
-        self._is_done = self._is_ended = self._said_arrived = False
+        self._is_done = self._is_ended = self._has_gone = self._said_arrived = False
         self._until = time.monotonic() + link.deadline_secs
         self._patience_secs = 2 * (GRACE_SECS + link.lost_secs)
         self._reported = False
@@ -121,7 +121,7 @@ class Run:
             while not self._is_over():
                 self._listen()
                 worked = self._work() | self._send() | self._receive()
-                if not self._expected and not self._said_arrived and self._incoming is not None:
+                if self._has_gone and not self._expected and not self._said_arrived and self._incoming is not None:
                     self._said_arrived = True
                     self._link.say("arrived", epoch=self.epoch)
                 self._watch_the_time()
@@ -148,6 +148,7 @@ class Run:
                 continue
             match header["op"]:
                 case "go":
+                    self._has_gone = True
                     for step in self._first:
                         self._queue(step)
                     self._first = []
