@@ -16,12 +16,16 @@ from shardfly_jax.sharding.errors import (
     PlanError as PlanError,
     PlanFileError as PlanFileError,
     Poisoned as Poisoned,
+    RankLost as RankLost,
     RegistrationError as RegistrationError,
     ShardflyError as ShardflyError,
     StaleBuffer as StaleBuffer,
     SyncTimeout as SyncTimeout,
     TransferError as TransferError,
+    UpdateRefused as UpdateRefused,
     VerificationError as VerificationError,
+    WorldError as WorldError,
+    WorldLost as WorldLost,
 )
 from shardfly_jax.sharding.language import (
     Expr as Expr,
@@ -35,6 +39,7 @@ from shardfly_jax.sharding.language import (
 from shardfly_jax.sharding.layouts import Layout as Layout
 from shardfly_jax.sharding.mapping import Mapping as Mapping
 from shardfly_jax.sharding.topology import Topology as Topology, preset as preset
-from shardfly_jax.update import params as params, sync as sync, verify as verify
+from shardfly_jax.update import params as params, receive as receive, sync as sync, verify as verify
+from shardfly_jax.worlds.connecting import connect as connect
 
 __version__ = "0.1.0"

@@ -131,27 +131,31 @@ def _resolve(params_: Any, session: Session) -> Binding:
     needed = _needed(session)
     families = session.plan.families
     places, leaves, structure = leaf_places(params_, needed)
+    held = session.held
     have = {name for name, _ in places}
-    if missing := [name for name in needed if name not in have]:
+    here = {
+        name for name, members in needed.items() if any(held.intersection(families[i].layout.ranks) for i, _ in members)
+    }
+    if missing := [name for name in needed if name in here and name not in have]:
         raise _mismatch([f"{name!r} is missing" for name in missing])
     ranks = _rank_devices(params_, session, places, leaves)
     expected: list[Expected | None] = []
     faults: list[str] = []
     for (name, rank), leaf in zip(places, leaves, strict=True):
-        if name not in needed or not isinstance(leaf, jax.Array):
-            if name in needed:
+        if name not in here or not isinstance(leaf, jax.Array):
+            if name in here:
                 faults.append(f"{name!r} is a {type(leaf).__name__}, but a jax.Array is needed")
             expected.append(None)
             continue
         keys = []
         for index, tensor in needed[name]:
             layout = families[index].layout
-            fault = _fault(leaf, layout, rank, ranks)
+            fault = _fault(leaf, layout, rank, ranks, held)
             if fault:
                 faults.append(f"{name!r} {fault}")
                 break
             if rank is None:
-                keys += [((index, tensor, r), ranks[r]) for r in layout.ranks]
+                keys += [((index, tensor, r), ranks[r]) for r in layout.ranks if r in held]
             else:
                 keys.append(((index, tensor, rank), next(iter(leaf.devices()))))
         label = repr(name) if rank is None else f"{name!r} of rank {rank}"
@@ -160,7 +164,9 @@ def _resolve(params_: Any, session: Session) -> Binding:
     given = {key for want in expected if want is not None for key, _ in want.keys}
     if not faults:
         for name, members in needed.items():
-            absent = {r for i, t in members for r in families[i].layout.ranks if (i, t, r) not in given}
+            absent = {
+                r for i, t in members for r in held.intersection(families[i].layout.ranks) if (i, t, r) not in given
+            }
             if absent:
                 faults.append(f"{name!r} lacks the shards of ranks {sorted(absent)}")
     if faults:
@@ -198,16 +204,21 @@ def _rank_devices(params_: Any, session: Session, places: list[Place], leaves: l
         devices = read_tree(params_, "params").devices
     except PlanError as error:
         raise _mismatch([fault.rstrip(".") for fault in error.faults]) from None
+    trainers = sorted(rank for rank in session.held if rank < session.plan.source_ranks)
+    if len(devices) == len(trainers):  # a mesh of the ranks that live in this process
+        return {rank: device for rank, device in zip(trainers, devices, strict=True) if device is not None}
     return {rank: device for rank, device in enumerate(devices) if device is not None}
 
 
-def _fault(leaf: jax.Array, layout: Layout, rank: int | None, ranks: dict[int, jax.Device]) -> str | None:
+def _fault(
+    leaf: jax.Array, layout: Layout, rank: int | None, ranks: dict[int, jax.Device], held: frozenset[int]
+) -> str | None:
     """Why an array is not the planned source; None if it is."""
     if dtype_name(leaf.dtype) != layout.dtype:
         return f"is {leaf.dtype}, but the plan has {layout.dtype}"
     if rank is not None:
-        if rank not in layout.position or leaf.shape != layout.buffer_shape(rank):
-            want = layout.buffer_shape(rank) if rank in layout.position else "nothing"
+        if rank not in layout.position or rank not in held or leaf.shape != layout.buffer_shape(rank):
+            want = layout.buffer_shape(rank) if rank in layout.position and rank in held else "nothing"
             return f"has shape {leaf.shape} on rank {rank}, but the plan has {want} there"
         if leaf.devices() != {ranks[rank]}:
             return f"lies on {leaf.devices()} for rank {rank}, but that rank is on {ranks[rank]}"
@@ -217,7 +228,7 @@ def _fault(leaf: jax.Array, layout: Layout, rank: int | None, ranks: dict[int, j
     if leaf.shape != layout.shape:
         return f"has shape {leaf.shape}, but the plan has {layout.shape}"
     index = leaf.sharding.devices_indices_map(leaf.shape)
-    for r in layout.ranks:
+    for r in held.intersection(layout.ranks):
         device = ranks.get(r)
         if device not in index or box_of(leaf.shape, index[device]) != layout.box(r):
             return f"has sharding {_named(leaf.sharding)}, but its planned shard of rank {r} is on {device}"
@@ -228,8 +239,7 @@ def check_addresses(session: Session, binding: Binding, arrays: dict[Key, jax.Ar
     """Raises:
     ParamsMismatch: A source shard shares memory with a registered buffer, or is not aligned as the executor needs it.
     """
-    assert session.executor is not None
-    alignment = session.executor.alignment
+    alignment = 1 if session.executor is None else session.executor.alignment  # none where a world moves the bytes
     for memory, (keys, nbytes) in binding.ranges.items():
         addresses = np.array([arrays[key].unsafe_buffer_pointer() for key in keys], np.int64)
         crooked = addresses % alignment != 0

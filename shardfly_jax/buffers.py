@@ -19,16 +19,19 @@ ALIGNMENT = 256
 """Of registered allocations, bytes."""
 
 
-def allocate(plan: Plan, trees: list[str], devices: Mapping[str, Mapping[int, jax.Device]]) -> dict[str, Any]:
+def allocate(
+    plan: Plan, trees: list[str], devices: Mapping[str, Mapping[int, jax.Device]], held: frozenset[int]
+) -> dict[str, Any]:
     """Zeroed buffers for every target, aliases sharing one: per tree, in its structure.
 
     Args:
       devices: Of each tree, by rank counted from 0.
+      held: Plan-wide ranks to allocate for; those of a part of a tree stand as `{rank: array}`.
 
     Raises:
       RegistrationError: The plan keeps targets that only an owner has.
     """
-    if plan.keep:
+    if plan.keep and trees:
         raise RegistrationError(
             "registration: the plan keeps some targets untouched, but there is no owner that has them. Give the "
             "rollout's params."
@@ -43,11 +46,12 @@ def allocate(plan: Plan, trees: list[str], devices: Mapping[str, Mapping[int, ja
                 continue
             for member in family.names:
                 local[member] = {}
-                for rank in family.layout.ranks:
+                for rank in sorted(held.intersection(family.layout.ranks)):
                     zeros = _aligned_zeros(family.layout.buffer_shape(rank), np_dtype(family.layout.dtype))
                     local[member][rank - base] = jax.device_put(zeros, devices[name][rank - base])
         _share_aliases(plan, name, local)
-        given[name] = _in_structure(plan.targets.get(name), local)
+        is_whole = all(held.issuperset(replica.ranks) for replica in plan.replicas if replica.tree == name)
+        given[name] = _in_structure(plan.targets.get(name) if is_whole else None, local)
     return given
 
 

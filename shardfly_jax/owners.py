@@ -25,12 +25,21 @@ class Owner:
       given: A tree of arrays, an `nnx.Module`, or a function that returns one of them.
       planned: Names of all tensors of the tree, kept ones included.
       devices: Device of each rank of the tree, where known from planning.
+      held: Plan-wide ranks that live in this process.
 
     Raises:
       RegistrationError: Lists every tensor that does not fit the plan.
     """
 
-    def __init__(self, plan: Plan, name: str, given: Any, planned: set[str], devices: Mapping[int, jax.Device]):
+    def __init__(
+        self,
+        plan: Plan,
+        name: str,
+        given: Any,
+        planned: set[str],
+        devices: Mapping[int, jax.Device],
+        held: frozenset[int],
+    ):
         self.name, self.given, self.planned = name, given, planned
         self.base = min(
             (replica.ranks[0] for replica in plan.replicas if replica.tree == name), default=plan.source_ranks
@@ -40,7 +49,9 @@ class Owner:
             for index in plan.target_families
             if plan.families[index].tree == name
             for k, member in enumerate(plan.families[index].names)
+            if not held.isdisjoint(plan.families[index].layout.ranks)
         }
+        self.held = held
         self.families = plan.families
         self.places, leaves, self.structure = leaf_places(self._value(), planned)
         self.buffers: dict[Key, Shard] = {}
@@ -79,8 +90,8 @@ class Owner:
             if name not in found:
                 faults.append(f"{name!r} is missing. Give a buffer for it.")
                 continue
-            layout = self.families[index].layout
-            absent = [rank - self.base for rank in layout.ranks if (index, k, rank) not in self.buffers]
+            here = self._ranks(self.families[index].layout)
+            absent = [rank - self.base for rank in here if (index, k, rank) not in self.buffers]
             if absent and not any(fault.startswith(repr(name)) for fault in faults):
                 faults.append(f"{name!r} has no buffer for the ranks {absent}. Give one for each rank of the plan.")
         return faults
@@ -99,8 +110,8 @@ class Owner:
             return f"is {leaf.dtype}, but the plan has {layout.dtype}. Allocate it in the planned dtype, or plan anew."
         if rank is not None:
             full = self.base + rank
-            if full not in layout.position:
-                return f"has a buffer for rank {rank}, which holds nothing of it in the plan. Remove it."
+            if full not in layout.position or full not in self.held:
+                return f"has a buffer for rank {rank}, which holds nothing of it here. Remove it."
             shape = layout.buffer_shape(full)
             if leaf.shape != shape or len(leaf.devices()) != 1:
                 return (
@@ -122,12 +133,17 @@ class Owner:
             self.buffers[index, k, full] = Shard.of(shard.data)
         return None
 
+    def _ranks(self, layout: Layout) -> list[int]:
+        """The ranks of a layout that live in this process."""
+        return [rank for rank in layout.ranks if rank in self.held]
+
     def _device_of(self, leaf: jax.Array, layout: Layout, devices: Mapping[int, jax.Device]) -> dict[int, jax.Device]:
-        if all(rank - self.base in devices for rank in layout.ranks):
-            return {rank: devices[rank - self.base] for rank in layout.ranks}
+        here = self._ranks(layout)
+        if all(rank - self.base in devices for rank in here):
+            return {rank: devices[rank - self.base] for rank in here}
         mesh = getattr(leaf.sharding, "mesh", None)
         order = list(mesh.devices.flat) if isinstance(mesh, Mesh) else sorted(leaf.devices(), key=lambda d: d.id)
-        return dict(zip(layout.ranks, order, strict=False))
+        return dict(zip(here, order, strict=False))
 
     def check(self) -> None:
         """Raises:
@@ -177,7 +193,7 @@ class Owner:
                 out.append(leaf)
                 continue
             index, k = self.tensors[name]
-            ranks = self.families[index].layout.ranks if rank is None else (self.base + rank,)
+            ranks = self._ranks(self.families[index].layout) if rank is None else [self.base + rank]
             arrays = [self.buffers[index, k, r].array for r in ranks]
             out.append(fresh_handle(leaf, arrays))
         self.current = out

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from shardfly_jax.buffers import allocate, check_memory
 from shardfly_jax.executors.choice import EXECUTORS, Executor, make_executor, why_not_persistent as reasons_against
@@ -17,7 +18,11 @@ from shardfly_jax.executors.memory import Key, Occupied, Shard
 from shardfly_jax.layout import Tree
 from shardfly_jax.owners import Owner
 from shardfly_jax.planning import TARGET, Plan, Replicas
-from shardfly_jax.sharding.errors import Poisoned, RegistrationError, ShardflyError
+from shardfly_jax.sharding.errors import NotRegistered, Poisoned, RegistrationError, ShardflyError
+
+if TYPE_CHECKING:
+    from shardfly_jax.worlds.part import Part
+    from shardfly_jax.worlds.world import World
 
 
 class Session:
@@ -27,17 +32,28 @@ class Session:
       digest: Of the plan it belongs to.
       buffers: Every target shard by (family, tensor, plan-wide rank).
       occupied: Where they are.
-      owners: One per target tree.
+      owners: One per target tree of which there are ranks here.
+      held: Ranks that live in this process, trainers too.
+      part: What this process does in a world; None if it holds all ranks itself.
       executor: None until the trainer's devices are known.
       choice: Which executor was asked for.
       binding: Names of the params tree that was synced last, resolved.
       sender: Of the update that `receiving` has begun; None when there is none.
     """
 
-    def __init__(self, plan: Plan, owners: dict[str, Owner], allocated: bool, choice: str = "auto"):
+    def __init__(
+        self,
+        plan: Plan,
+        owners: dict[str, Owner],
+        allocated: bool,
+        choice: str = "auto",
+        held: frozenset[int] | None = None,
+    ):
         self.plan = dataclasses.replace(plan, session=None)
         self.digest = plan.digest
         self.owners = owners
+        self.held = frozenset(range(plan.ranks)) if held is None else held
+        self.part: Part | None = None
         self.buffers: dict[Key, Shard] = {}
         for owner in owners.values():
             self.buffers.update(owner.buffers)
@@ -92,21 +108,25 @@ class Session:
         """Version of each replica."""
         return MappingProxyType(dict(self._versions))
 
-    def poison(self, reason: str) -> None:
-        """Marks every replica as holding a mixture."""
-        self._poison = dict.fromkeys(self._poison, reason)
+    def poison(self, reason: str, replicas: Iterable[str] | None = None) -> None:
+        """Marks replicas, or all of them, as holding a mixture."""
+        self._poison.update(dict.fromkeys(self._poison if replicas is None else replicas, reason))
 
-    def publish(self) -> None:
-        """Raises every version by one and lifts the poison."""
-        for name in self._versions:
-            self._versions[name] += 1
+    def publish(self, replicas: Iterable[str] | None = None, version: int | None = None) -> None:
+        """Gives replicas, or all of them, a version, or raises theirs by one, and lifts the poison."""
+        for name in self._versions if replicas is None else replicas:
+            self._versions[name] = self._versions[name] + 1 if version is None else version
             self._poison[name] = None
 
     def check_readable(self) -> None:
         """Raises:
-        Poisoned: Some replica may not be read.
+        NotRegistered: There is no replica in this process.
+        Poisoned: Some replica in this process may not be read.
         """
-        bad = {name: reason for name, reason in self._poison.items() if reason}
+        here = {replica.name for replica in self.plan.replicas if self.held & set(replica.ranks)}
+        if not here:
+            raise NotRegistered("params: this process holds no rollout ranks. Ask a process that does.")
+        bad = {name: reason for name, reason in self._poison.items() if reason and name in here}
         if bad:
             name, reason = next(iter(bad.items()))
             more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
@@ -141,6 +161,11 @@ class Session:
             its arrays are.
         """
         if self._stepping is None:
+            if self.part is not None:
+                raise RegistrationError(
+                    "receiving: a jitted step cannot send to other processes yet. Call sf.sync(params, plan) after "
+                    "the step."
+                )
             placed = source is not None and all(device is not None for device in source.devices)
             if source is None or not placed or None in source.shardings.values():
                 raise RegistrationError(
@@ -181,6 +206,8 @@ def register(
     *,
     placement: Mapping[int, jax.Device] | Callable[[int], jax.Device] | None = None,
     executor: str = "auto",
+    world: World | None = None,
+    ranks: Iterable[int] | None = None,
 ) -> Plan:
     """Binds a plan to rollout buffers, once; every later `sync` writes into the same addresses.
 
@@ -192,20 +219,26 @@ def register(
       placement: Device of each rollout rank, counted from 0, where the target's mesh does not say; several ranks may
         share one. By default ranks take this process' devices in turn.
       executor: `persistent`, `portable`, or `auto`: the persistent kernel where it can run (see `why_not_persistent`).
+      world: From `connect`, where ranks of the plan live in other processes.
+      ranks: Plan-wide numbers of the ranks that live in this process, e.g. `plan.replicas[0].ranks` for a rollout or
+        `range(plan.source_ranks)` for the trainer; goes with `world`. The owner then holds the buffers of these ranks
+        only, as arrays on a mesh of as many devices or under `{rank: array}`.
 
     Returns:
       The plan with its session. Its older handles stay unregistered.
 
     Raises:
       RegistrationError: Lists every buffer that is missing or does not fit, or that shares memory with another.
+      WorldError, WorldLost: The world refuses this process' ranks, or is gone.
     """
     if executor not in EXECUTORS:
         raise RegistrationError(f"registration: executor is {executor!r}, but one of {list(EXECUTORS)} is needed.")
     plan = dataclasses.replace(plan, session=None)
-    trees = list(dict.fromkeys(replica.tree for replica in plan.replicas))
-    devices = _placed(plan, trees, placement)
+    held = _held(plan, world, ranks)
+    trees = list(dict.fromkeys(replica.tree for replica in plan.replicas if held & set(replica.ranks)))
+    devices = _placed(plan, trees, placement, held)
     allocated = owner is None
-    given = allocate(plan, trees, devices) if allocated else _owners(owner, trees)
+    given = allocate(plan, trees, devices, held) if allocated else _owners(owner, trees)
     owners = {}
     for name in trees:
         tree = plan.targets.get(name)
@@ -215,11 +248,37 @@ def register(
             else {m for i in plan.target_families if plan.families[i].tree == name for m in plan.families[i].names}
         )
         known = {k: d for k, d in enumerate(tree.devices) if d is not None} if tree and not allocated else devices[name]
-        owners[name] = Owner(plan, name, given[name], planned, known if tree else {})
-    session = Session(plan, owners, allocated, executor)
-    if plan.source is not None and all(device is not None for device in plan.source.devices):
+        owners[name] = Owner(plan, name, given[name], planned, known if tree else {}, held)
+    session = Session(plan, owners, allocated, executor, held)
+    if world is not None:
+        from shardfly_jax.worlds.part import Part
+
+        session.part = Part(session, world)
+    elif plan.source is not None and all(device is not None for device in plan.source.devices):
         session.make_executor({rank: device for rank, device in enumerate(plan.source.devices) if device is not None})
     return dataclasses.replace(plan, session=session)
+
+
+def _held(plan: Plan, world: World | None, ranks: Iterable[int] | None) -> frozenset[int]:
+    """The ranks of this process.
+
+    Raises:
+      RegistrationError: They are none of the plan's, or are not said where they must be.
+    """
+    if (world is None) != (ranks is None):
+        raise RegistrationError(
+            "registration: world and ranks go together. Give both, e.g. ranks=plan.replicas[0].ranks, or neither."
+        )
+    if ranks is None:
+        return frozenset(range(plan.ranks))
+    held = frozenset(ranks)
+    wrong = sorted(map(repr, (r for r in held if not isinstance(r, int | np.integer) or not 0 <= r < plan.ranks)))
+    if wrong or not held:
+        raise RegistrationError(
+            f"registration: ranks are {', '.join(wrong) or 'empty'}, but the plan has ranks 0 to {plan.ranks - 1}. "
+            "Give those that live in this process."
+        )
+    return frozenset(int(rank) for rank in held)
 
 
 def _owners(owner: Any, trees: list[str]) -> dict[str, Any]:
@@ -236,26 +295,29 @@ def _owners(owner: Any, trees: list[str]) -> dict[str, Any]:
     return owner
 
 
-def _placed(plan: Plan, trees: list[str], placement: Any) -> dict[str, dict[int, jax.Device]]:
+def _placed(plan: Plan, trees: list[str], placement: Any, held: frozenset[int]) -> dict[str, dict[int, jax.Device]]:
+    """Device of each rank of this process, per tree, by rank counted from the tree's first."""
     local = jax.local_devices()
+    if placement is not None and not callable(placement) and not isinstance(placement, Mapping):
+        raise RegistrationError(f"registration: placement is a {type(placement).__name__}. Give a dict or a function.")
     out: dict[str, dict[int, jax.Device]] = {}
-    number = 0
+    turn = 0
     for name in trees:
         tree = plan.targets.get(name)
-        count = len(tree.devices) if tree else sum(len(r.ranks) for r in plan.replicas if r.tree == name)
+        ranks = sorted(rank for replica in plan.replicas if replica.tree == name for rank in replica.ranks)
+        count = len(tree.devices) if tree else len(ranks)
         out[name] = {}
         for rank in range(count):
+            if ranks[0] + rank not in held:
+                continue
+            number = ranks[0] + rank - plan.source_ranks
             device = tree.devices[rank] if tree else None
-            if placement is not None and not callable(placement) and not isinstance(placement, Mapping):
-                raise RegistrationError(
-                    f"registration: placement is a {type(placement).__name__}. Give a dict or a function."
-                )
             if device is None and placement is not None:
                 device = placement(number) if callable(placement) else placement.get(number)
                 if not isinstance(device, jax.Device):
                     raise RegistrationError(
                         f"registration: placement names no device for rollout rank {number}. Name one for every rank."
                     )
-            out[name][rank] = device or local[number % len(local)]
-            number += 1
+            out[name][rank] = device or local[turn % len(local)]
+            turn += 1
     return out

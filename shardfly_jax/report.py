@@ -45,6 +45,7 @@ def explain(plan: Plan, topology: Topology) -> str:
     return rendered(
         _head(plan),
         _summary(plan, traffic, predicted),
+        *_transport(plan),
         "Targets",
         _families(plan),
         Text("boxes: distinct boxes / ranks that hold one; written: payload, copies within a rank and fills"),
@@ -62,6 +63,18 @@ def explain(plan: Plan, topology: Topology) -> str:
             "Element path: on some side a run, an offset or a stride is no multiple of 16 bytes, as bulk copies need."
         ),
     )
+
+
+def _transport(plan: Plan) -> list[Text]:
+    """How payload reaches other processes, and why not faster; nothing for a plan of one process."""
+    session = getattr(plan, "session", None)  # of a plan that users hold
+    part = session.part if session is not None else None
+    if part is None:
+        return []
+    held = ", ".join(map(str, sorted(part.held)))
+    lines = [f"Transport: {part.transport}; ranks of this process: {held}"]
+    lines += [f"  not {name}: {reason}" for name, reason in part.passed_over.items()]
+    return [Text("\n".join(lines))]
 
 
 def rendered(*parts: RenderableType) -> str:

@@ -1,4 +1,4 @@
-"""`sync`, `params`, `verify`: one update of the weights, in one process."""
+"""`sync`, `receive`, `params`, `verify`: one update of the weights."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from shardfly_jax.sharding.patterns import FAMILY, name_pattern
 def sync(params: Any, plan: Plan, *, progress: Callable[[int], None] | None = None) -> Any:
     """Brings every rollout to the trainer's current weights.
 
+    In a world every process takes part in every update: those with trainer ranks call this, the others `receive`.
+
     Blocks until the update's outcome is known. Computations on rollout params that were queued before see the old
     weights; what runs after it returns sees the new ones.
 
@@ -33,12 +35,15 @@ def sync(params: Any, plan: Plan, *, progress: Callable[[int], None] | None = No
 
     Returns:
       The rollout's params: new arrays at the registered addresses, in the structure of their owner; a dict of trees for
-      several replica trees. Arrays returned earlier are invalid from now on.
+      several replica trees. Arrays returned earlier are invalid from now on. None on a process of a world that holds no
+      rollout ranks.
 
     Raises:
       NotRegistered, DigestMismatch: The plan has no buffers, or another plan's.
       ParamsMismatch: `params` are not the planned ones. Nothing was written, the old version is still served.
       StaleBuffer: An owner rebound, deleted or donated a buffer. Nothing was written.
+      SyncTimeout, RankLost, UpdateRefused, WorldLost: In a world, another process failed; the message says whether
+        anything was written.
       Any error in between: replicas are poisoned until the next complete update.
     """
     if not isinstance(plan, Plan):
@@ -46,6 +51,10 @@ def sync(params: Any, plan: Plan, *, progress: Callable[[int], None] | None = No
     if progress is not None and not callable(progress):
         raise ParamsMismatch(f"sync: progress is a {type(progress).__name__}, but a function of bytes is needed.")
     session = plan.registered()
+    if session.part is not None:
+        if not session.part.sends:
+            raise NotRegistered("sync: this process holds no trainer ranks. Call sf.receive(plan).")
+        return session.part.update(params, None, progress)
     with session.updating():
         leaves, binding = bind(params, session)
         session.check_buffers()
@@ -69,11 +78,35 @@ def sync(params: Any, plan: Plan, *, progress: Callable[[int], None] | None = No
         return handles
 
 
-def params(plan: Plan) -> Any:
-    """The rollout's current params, as `sync` returned them last.
+def receive(plan: Plan, *, wait_secs: float = 600.0, progress: Callable[[int], None] | None = None) -> Any:
+    """Takes part in the next update, on a process without trainer ranks; see `sync`.
+
+    Args:
+      plan: A plan that is registered in a world.
+      wait_secs: How long to wait for the update to begin. Afterwards the world's deadline counts.
+      progress: As for `sync`.
+
+    Returns:
+      The rollout's params: new arrays at the registered addresses.
 
     Raises:
-      NotRegistered: The plan has no buffers.
+      As `sync`.
+    """
+    session = plan.registered()
+    if session.part is None or session.part.sends:
+        raise NotRegistered(
+            "receive: it is for processes of a world that hold rollout ranks only. Call sf.sync(params, plan)."
+        )
+    if not isinstance(wait_secs, int | float) or not 0 < wait_secs < float("inf"):
+        raise ParamsMismatch(f"receive: wait_secs is {wait_secs!r}, but a positive number of seconds is needed.")
+    return session.part.update(None, wait_secs, progress)
+
+
+def params(plan: Plan) -> Any:
+    """The rollout's current params, as `sync` or `receive` returned them last.
+
+    Raises:
+      NotRegistered: The plan has no buffers, or this process holds no rollout ranks.
       Poisoned: An update failed half way, or allocated buffers have never been filled.
     """
     session = plan.registered()
@@ -108,6 +141,8 @@ def verify(params_: Any, plan: Plan, *, progress: Callable[[int], None] | None =
     """
     session = plan.registered()
     session.check_readable()
+    if not session.held.issuperset(range(session.plan.source_ranks)):
+        raise ParamsMismatch("verify: it needs every shard of the trainer, but some live in other processes.")
     leaves, binding = bind(params_, session)
     session.check_alive()
     arrays = shards_of(leaves, binding)
@@ -123,7 +158,7 @@ def verify(params_: Any, plan: Plan, *, progress: Callable[[int], None] | None =
     checked = 0
     for family_index, tensor, whole in _meanings(session, source):
         family = session.plan.families[family_index]
-        for rank in family.layout.ranks:
+        for rank in session.held.intersection(family.layout.ranks):
             meant = whole[tuple(slice(lo, hi) for lo, hi in family.layout.box(rank))]
             have = _read(session, (family_index, tensor, rank))
             differing = int(np.count_nonzero(_bytes_of(meant) != _bytes_of(have)))

@@ -65,11 +65,27 @@ class Poisoned(ShardflyError, RuntimeError):
 
 
 class TransferError(ShardflyError, RuntimeError):
-    """A kernel did not finish an update; the replicas are poisoned."""
+    """An update did not finish. Replicas are poisoned unless the message says that nothing was written."""
 
 
 class SyncTimeout(TransferError):
-    """A rank waited for another one beyond the deadline; names both and the phase. The replicas are poisoned."""
+    """A rank waited for another one beyond the deadline; names both and the phase."""
+
+
+class RankLost(TransferError):
+    """A process that holds a rank died, left or stopped answering while others waited for it; names the rank."""
+
+
+class UpdateRefused(TransferError):
+    """Another process voted against an update before anything moved; says why, and whether replicas are poisoned."""
+
+
+class WorldError(ShardflyError, RuntimeError):
+    """A process cannot join a world, or take part in it as it wants to."""
+
+
+class WorldLost(WorldError):
+    """A world is gone for this process: its rendezvous does not answer, or has expelled it. Connect anew."""
 
 
 class NotFinite(ShardflyError, ValueError):

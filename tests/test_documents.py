@@ -29,6 +29,40 @@ def test_the_readme_example_runs_as_printed(tmp_path: Path) -> None:
     assert "'rollout/0': 3, 'rollout/1': 3" in done.stdout
 
 
+OF_EVERY_PROCESS = """
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
+import shardfly_jax as sf
+
+token = "of the tests"
+like = lambda mesh, name: jax.ShapeDtypeStruct((4, 6), "float32", sharding=NamedSharding(mesh, P(name)))
+plan = sf.make_plan({"w": like(AbstractMesh((2,), "x"), "x")}, {"w": like(AbstractMesh((2,), "y"), "y")})
+whole = np.arange(24, dtype=np.float32).reshape(4, 6) + 1
+params = {"w": jax.device_put(whole, NamedSharding(Mesh(jax.devices(), "x"), P("x")))}
+"""
+
+
+def test_the_readme_example_of_several_processes_runs(tmp_path: Path) -> None:
+    pytest.importorskip("zmq", reason="needs pyzmq (the zmq extra)")
+    (code,) = re.findall(r"```py\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    code = code.replace("tcp://10.0.0.1:5555", f"ipc://{tmp_path}/a").replace("tcp://10.0.0.2:0", f"ipc://{tmp_path}/b")
+    trainer, rollout = code.split("# rollout.py")
+    rollout = f"#{rollout}\nassert np.concatenate([rollout_params['w'][r] for r in (0, 1)]).tolist() == whole.tolist()"
+    programs = []
+    for name, part in (("trainer", trainer), ("rollout", rollout)):
+        script = tmp_path / f"{name}.py"
+        script.write_text(OF_EVERY_PROCESS + part)
+        programs.append(
+            subprocess.Popen([sys.executable, str(script)], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+        )
+    for program in programs:
+        _, complaint = program.communicate(timeout=120)
+        assert program.returncode == 0, complaint
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
 @pytest.mark.filterwarnings("ignore")  # jupyter's own

@@ -27,7 +27,7 @@ MAY_IMPORT = {
 
 # Names that users call on shardfly_jax, whether or not they are exported yet.
 PUBLIC_CALLS = {
-    "alias", "concat", "fuse", "load_plan", "local", "make_plan", "params", "receive", "receiving",
+    "alias", "concat", "connect", "fuse", "load_plan", "local", "make_plan", "params", "receive", "receiving",
     "register", "rescale", "scale_of", "send", "src", "stack", "sync", "verify",
 }  # fmt: skip
 

@@ -103,7 +103,7 @@ class HostExecutor:
         if move.hop and self.buffers[source].address == self.buffers[target].address:
             self._shared_nbytes += self.plan.move_nbytes(move)
             return  # an alias that shares its buffer
-        for read, part in _chunks(source_view(move, k), write, move_size(move) * flat.itemsize):
+        for read, part in chunks(source_view(move, k), write, move_size(move) * flat.itemsize):
             yield _Item(source, read, part.of(flat), conversion, target)
 
     def _quantizing(self, move: Move, k: int, target: np.ndarray, conversion: Conversion, merges: bool) -> _Item:
@@ -197,7 +197,7 @@ def _finish(claims: Iterator[_Item], workers: list[Future[None]]) -> None:
         raise KeyboardInterrupt
 
 
-def _chunks(read: View, write: View, nbytes: int) -> Iterator[tuple[View, View]]:
+def chunks(read: View, write: View, nbytes: int) -> Iterator[tuple[View, View]]:
     """Cuts a copy along its outermost dimension into parts that workers can share."""
     parts = min(-(-nbytes // CHUNK_NBYTES), write.extents[0]) if write.extents else 1
     edges = [k * write.extents[0] // parts for k in range(parts + 1)] if parts > 1 else []

@@ -8,6 +8,7 @@ a power of two fall into the same cache sets and would evict each other.
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 
@@ -43,6 +44,17 @@ def copy(target: np.ndarray, source: np.ndarray, conversion: Conversion) -> None
     target, source = target.transpose(order), source.transpose(order)
     for index in np.ndindex(target.shape[:-2]):
         _copy_transposed(target[index], source[index], conversion)
+
+
+def place(target: np.ndarray, payload: Any) -> None:
+    """Writes the bytes of a contiguous array of the target's shape and dtype.
+
+    Args:
+      target: A strided view.
+      payload: A buffer of as many bytes.
+    """
+    bits = _BITS[target.itemsize]
+    np.copyto(target.view(bits), np.frombuffer(payload, bits).reshape(target.shape))
 
 
 def _unit_axis(x: np.ndarray) -> int | None:

@@ -1,0 +1,1 @@
+"""Ways to reach another rank's memory, and why each is or is not available here."""

@@ -1,0 +1,48 @@
+"""Which transports can carry payload between processes, and why not the others."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+
+import jax
+
+
+def why_not_zmq(devices: Iterable[jax.Device]) -> str | None:
+    """Why chunks cannot travel over sockets to and from these devices; None if they can."""
+    if importlib.util.find_spec("zmq") is None:
+        return "pyzmq is not installed (pip install 'shardfly-jax[zmq]')"
+    other = sorted({str(device) for device in devices if device.platform != "cpu"})
+    return f"{', '.join(other)} is no CPU device, and only host memory is read and written so far" if other else None
+
+
+def _absent(what: str) -> Callable[[Iterable[jax.Device]], str | None]:
+    return lambda devices: f"{what} is not implemented yet"
+
+
+PROBES: Mapping[str, Callable[[Iterable[jax.Device]], str | None]] = MappingProxyType(
+    {
+        "ipc": _absent("writing into another process' GPU memory"),
+        "nvshmem": _absent("the symmetric heap"),
+        "zmq": why_not_zmq,
+        "mpi": _absent("sending over MPI"),
+    }
+)
+"""Transports between processes, fastest first: each says why it cannot reach some devices, or None."""
+
+
+def choose(devices: Iterable[jax.Device]) -> tuple[str | None, dict[str, str]]:
+    """The fastest transport that reaches the devices of this process; None if there is none.
+
+    Returns:
+      Its name, and the reasons against those that were passed over.
+    """
+    devices = list(devices)
+    reasons: dict[str, str] = {}
+    for name, probe in PROBES.items():
+        reason = probe(devices)
+        if reason is None:
+            return name, reasons
+        reasons[name] = reason
+    return None, reasons

@@ -1,0 +1,1 @@
+"""Updates across processes: rendezvous, control channel, attempts. What they promise: `docs/design/worlds.md`."""

@@ -1,0 +1,211 @@
+"""A process' control channel: one thread that talks to the rendezvous, says *beat*, and notices when nobody answers."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import secrets
+import socket
+import threading
+import time
+from typing import Any
+
+import zmq
+
+from shardfly_jax.sharding.errors import WorldError, WorldLost
+from shardfly_jax.worlds.wire import FROM_RENDEZVOUS, MAX_HEADER_NBYTES, PROTOCOL, Header, Refused, Seal
+
+log = logging.getLogger("shardfly_jax.worlds")
+
+BEATS_PER_LOSS = 5
+"""Times a process says *beat* in the time after which its silence counts as a loss."""
+
+
+class Wake:
+    """Wakes a poller of another thread."""
+
+    def __init__(self) -> None:
+        self._read, self._write = socket.socketpair()
+        for end in (self._read, self._write):
+            end.setblocking(False)
+
+    def fileno(self) -> int:
+        """What to poll."""
+        return self._read.fileno()
+
+    def set(self) -> None:
+        """Makes it readable. Safe from any thread."""
+        with contextlib.suppress(OSError):  # readable enough, or closed
+            self._write.send(b"!")
+
+    def clear(self) -> None:
+        """Makes it unreadable until it is set again."""
+        with contextlib.suppress(BlockingIOError):
+            while self._read.recv(4096):
+                pass
+
+    def close(self) -> None:
+        """Frees both ends."""
+        self._read.close()
+        self._write.close()
+
+
+class Link:
+    """Messages to and from the rendezvous.
+
+    Args:
+      context: Of the process' sockets.
+      address: Of the rendezvous.
+      seal: Made of the token.
+      name: Of this process, for messages.
+      wait_secs: How long to try.
+
+    Attributes:
+      session, deadline_secs, lost_secs: As the rendezvous says.
+      lost: Why it can no longer be used; None while it can.
+      wake: Readable when there is something to take, or when the link was lost.
+
+    Raises:
+      WorldError: Nobody answers at the address, or it refuses this process.
+    """
+
+    def __init__(self, context: zmq.Context[Any], address: str, seal: Seal, name: str, wait_secs: float):
+        self.address, self.lost = address, None
+        self.wake = Wake()
+        self._seal = seal
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_HEADER_NBYTES)
+        self._socket.setsockopt(zmq.ROUTING_ID, b"m" + secrets.token_bytes(15))
+        self._socket.connect(address)
+        self._sent, self._seen = 0, 0
+        self._outbox: collections.deque[Header] = collections.deque()
+        self._inbox: collections.deque[Header] = collections.deque()
+        self._nudge = Wake()
+        self._stopping = False
+        try:
+            self._greet(name, wait_secs)
+        except BaseException:
+            self._socket.close(0)
+            self.wake.close()
+            self._nudge.close()
+            raise
+        self._thread = threading.Thread(target=self._run, name="shardfly-link", daemon=True)
+        self._thread.start()
+
+    lost: str | None
+
+    def _greet(self, name: str, wait_secs: float) -> None:
+        self._send({"op": "hello", "protocol": PROTOCOL, "name": name})
+        until = time.monotonic() + wait_secs
+        while self._socket.poll(max(0, int((until - time.monotonic()) * 1000))):
+            try:
+                header = self._seal.open(self._socket.recv_multipart(), FROM_RENDEZVOUS)
+            except Refused as refused:
+                if refused.is_foreign:
+                    raise WorldError(
+                        f"world: the rendezvous at {self.address} refuses this token. Give every process the same one."
+                    ) from None
+                raise WorldError(f"world: {self.address} answers with {refused}. Is it a rendezvous?") from None
+            if header["op"] == "refused":
+                raise WorldError(f"world: the rendezvous at {self.address} refuses this process: {header['why']}.")
+            if header["op"] == "welcome":
+                self.session, self._seen = header["session"], header["seq"]
+                self.deadline_secs, self.lost_secs = header["deadline_secs"], header["lost_secs"]
+                return
+        raise WorldError(
+            f"world: nobody answers at {self.address} within {wait_secs:g} s. One process must say serve=True there."
+        )
+
+    def say(self, op: str, **fields: Any) -> None:
+        """Sends a message. Safe from any thread."""
+        self._outbox.append({"op": op, "session": self.session, **fields})
+        self._nudge.set()
+
+    def take(self) -> Header | None:
+        """The next message that is not a *beat*; None if there is none.
+
+        Raises:
+          WorldLost: The link is lost, and all that had come before was taken.
+        """
+        if self._inbox:
+            return self._inbox.popleft()
+        if self.lost is not None:
+            raise WorldLost(f"world: {self.lost}. Call sf.connect again, then register the plan.")
+        return None
+
+    def wait(self, secs: float) -> Header | None:
+        """The next message, for which it waits; None if none comes in time. Raises as `take`."""
+        until = time.monotonic() + secs
+        poller = zmq.Poller()
+        poller.register(self.wake.fileno(), zmq.POLLIN)
+        while True:
+            self.wake.clear()
+            header = self.take()
+            left = until - time.monotonic()
+            if header is not None or left <= 0:
+                return header
+            poller.poll(int(left * 1000) + 1)
+
+    def close(self) -> None:
+        """Says *leave* and ends the thread."""
+        if not self._stopping:
+            self._outbox.append({"op": "leave", "session": self.session})
+            self._stopping = True
+            self._nudge.set()
+            self._thread.join()
+            self.lost = self.lost or "it was closed"
+            self._nudge.close()
+            self.wake.close()
+
+    # The thread
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._nudge.fileno(), zmq.POLLIN)
+        heard = beat = time.monotonic()
+        while self.lost is None:
+            poller.poll(max(1, int((beat - time.monotonic()) * 1000)))
+            self._nudge.clear()
+            stopping = self._stopping  # read before the outbox, which is complete by then
+            while self._outbox:
+                self._send(self._outbox.popleft())
+            if stopping:
+                break
+            while self._socket.poll(0):
+                heard = time.monotonic()
+                self._receive(self._socket.recv_multipart())
+            now = time.monotonic()
+            if now >= beat:
+                self._send({"op": "beat", "session": self.session})
+                beat = now + self.lost_secs / BEATS_PER_LOSS
+            if now - heard > self.lost_secs:
+                self._lose(f"nothing was heard of the rendezvous at {self.address} for {self.lost_secs:g} s")
+        self._socket.close(1000 if self._stopping else 0)  # ms, for *leave* to get out
+
+    def _lose(self, why: str) -> None:
+        log.warning("world lost: %s", why)
+        self.lost = why
+        self.wake.set()
+
+    def _send(self, header: Header) -> None:
+        self._sent += 1
+        self._socket.send_multipart(self._seal.close({**header, "seq": self._sent}))
+
+    def _receive(self, frames: list[bytes]) -> None:
+        try:
+            header = self._seal.open(frames, FROM_RENDEZVOUS)
+        except Refused as refused:
+            log.warning("the rendezvous sent %s; ignored", refused)
+            return
+        if header["seq"] <= self._seen:
+            log.warning("%r came twice; ignored", header["op"])
+            return
+        self._seen = header["seq"]
+        if header["op"] == "expelled":
+            self._lose(f"the rendezvous has expelled this process: {header['why']}")
+        elif header["op"] != "beat":
+            self._inbox.append(header)
+            self.wake.set()

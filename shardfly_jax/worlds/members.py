@@ -1,0 +1,116 @@
+"""What the rendezvous knows of processes and of the attempt they are in."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Registration:
+    """What a process said about its part in a plan.
+
+    Attributes:
+      held: Plan-wide ranks.
+      replicas: All replicas of the plan: their ranks.
+      endpoint: Where it takes payload; empty if it takes none.
+      versions: Of the replicas it holds a part of.
+    """
+
+    digest: str
+    source_ranks: int
+    target_ranks: int
+    held: frozenset[int]
+    replicas: dict[str, list[int]]
+    endpoint: str
+    versions: dict[str, int]
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """Every rank of its plan."""
+        return frozenset(range(self.source_ranks + self.target_ranks))
+
+    @property
+    def is_target(self) -> bool:
+        """Whether it holds a rollout rank."""
+        return any(rank >= self.source_ranks for rank in self.held)
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Entry:
+    """A process waits for an attempt to begin.
+
+    Attributes:
+      number: The process' own count of its entries; comes back in *begin* and *failed*.
+      wait_secs, until: How long it waits, and when it gives up, seconds.
+    """
+
+    number: int
+    wait_secs: float
+    until: float
+
+
+@dataclasses.dataclass(slots=True)
+class Member:
+    """A process.
+
+    Attributes:
+      heard: When it said something last, seconds.
+      cut_off: Since when it has no connection; None while it has one.
+      registration: None before it has registered.
+      claim: A registration that waits for ranks which another process holds, and until when.
+      entry: None when it does not wait for an attempt.
+      gave_up: Its last entry came to nothing: it waited too long for others.
+      refusal: Why it voted no last, until it enters again.
+      told: Who has been told of that refusal.
+    """
+
+    name: str
+    heard: float
+    cut_off: float | None = None
+    registration: Registration | None = None
+    claim: tuple[Registration, float] | None = None
+    entry: Entry | None = None
+    gave_up: bool = False
+    refusal: str | None = None
+    told: set[bytes] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Attempt:
+    """One try at an update.
+
+    Attributes:
+      entries: Entry number of each process that takes part.
+      registrations: What they were when it began.
+      until: When the rendezvous ends it, seconds.
+      ready, arrived: Processes that said so.
+      complete: Replicas that hold all of it.
+      has_gone: Whether the trainers were told to send.
+      reports: For whom processes still waited at the deadline: phase, rank and reason.
+    """
+
+    epoch: int
+    number: int
+    entries: dict[bytes, int]
+    registrations: dict[bytes, Registration]
+    until: float
+    ready: set[bytes] = dataclasses.field(default_factory=set)
+    arrived: set[bytes] = dataclasses.field(default_factory=set)
+    complete: set[str] = dataclasses.field(default_factory=set)
+    has_gone: bool = False
+    reports: dict[bytes, tuple[str, int, str]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def targets(self) -> set[bytes]:
+        """Processes that hold rollout ranks."""
+        return {who for who, registration in self.registrations.items() if registration.is_target}
+
+    @property
+    def replicas(self) -> dict[str, list[int]]:
+        """Ranks of each replica."""
+        return next(iter(self.registrations.values())).replicas
+
+    def holders(self, replica: str) -> set[bytes]:
+        """Processes that hold a rank of a replica."""
+        ranks = set(self.replicas[replica])
+        return {who for who, registration in self.registrations.items() if registration.held & ranks}

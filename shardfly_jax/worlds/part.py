@@ -1,0 +1,230 @@
+"""A process' part in a registered plan: its votes, its attempts, what it hears about versions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from shardfly_jax.binding import bind, check_addresses, shards_of
+from shardfly_jax.executors.memory import Key, host_bytes, wait_for_readers
+from shardfly_jax.sharding.errors import ParamsMismatch, RegistrationError, ShardflyError, SyncTimeout, WorldError
+from shardfly_jax.transports.choice import choose
+from shardfly_jax.transports.sockets import Incoming, Outgoing
+from shardfly_jax.worlds.attempt import Run, failure
+from shardfly_jax.worlds.rendezvous import GRACE_SECS
+from shardfly_jax.worlds.steps import steps_of, why_not_carried
+from shardfly_jax.worlds.wire import Header
+
+if TYPE_CHECKING:
+    from shardfly_jax.registry import Session
+    from shardfly_jax.worlds.world import World
+
+
+class Part:
+    """What a process does for the ranks of a plan that it holds. Made by `register`.
+
+    Args:
+      session: With the buffers of its rollout ranks.
+      world: Where the other ranks are found.
+
+    Raises:
+      RegistrationError: No transport reaches the buffers, the world listens nowhere for payload, or the plan converts
+        more than one element at a time.
+      WorldError: Another living process holds one of its ranks.
+
+    Attributes:
+      transport: How payload travels.
+      passed_over: Why the faster transports are not used, by name.
+    """
+
+    def __init__(self, session: Session, world: World):
+        self.session, self.world, self.held = session, world, session.held
+        plan = session.plan
+        self.sends = min(self.held) < plan.source_ranks
+        self.own = frozenset(replica.name for replica in plan.replicas if self.held & set(replica.ranks))
+        self.transport, self.passed_over = choose(shard.device for shard in session.buffers.values())
+        if self.transport is None:
+            against = "; ".join(f"{name}: {reason}" for name, reason in self.passed_over.items())
+            raise RegistrationError(f"registration: no transport reaches the rollout's buffers: {against}.")
+        if reason := why_not_carried(plan):
+            raise RegistrationError(
+                f"registration: {reason}, which updates across processes do not support yet. Hold all ranks in one "
+                "process, or plan without it."
+            )
+        self._steps = steps_of(plan, self.held, session.buffers)
+        self._targets = {key: host_bytes(shard.address, shard.nbytes) for key, shard in session.buffers.items()}
+        self._outgoing = Outgoing(world.context, world.seal)
+        self._incoming: Incoming | None = None
+        if self.own:
+            if world.listen is None:
+                receiving = sorted(rank for rank in self.held if rank >= plan.source_ranks)
+                raise RegistrationError(
+                    f"registration: the ranks {receiving} receive weights, "
+                    "but this process listens nowhere. Say where: sf.connect(..., listen='tcp://127.0.0.1:0')."
+                )
+            self._incoming = Incoming(world.context, world.listen, world.seal, self._steps.chunk_nbytes)
+        self._entry = 0
+        world.hold(self)
+        try:
+            self._register()
+        except BaseException:
+            world.release(self)
+            raise
+
+    def close(self) -> None:
+        """Closes its sockets; the plan cannot be updated any more."""
+        self._outgoing.reset()
+        if self._incoming is not None:
+            self._incoming.close()
+
+    def _register(self) -> None:
+        plan, link = self.session.plan, self.world.link
+        link.say(
+            "register",
+            digest=plan.digest,
+            source_ranks=plan.source_ranks,
+            target_ranks=plan.target_ranks,
+            held=sorted(self.held),
+            replicas={replica.name: list(replica.ranks) for replica in plan.replicas},
+            endpoint=self._incoming.endpoint if self._incoming is not None else "",
+            versions={name: self.session.versions[name] for name in sorted(self.own)},
+        )
+        answer = self._next({"registered", "refused"}, link.deadline_secs + 2 * link.lost_secs)
+        if answer is None:
+            raise WorldError("registration: the rendezvous did not answer in time. Connect anew.")
+        if answer["op"] == "refused":
+            raise WorldError(
+                f"registration: {answer['why']}. Give each rank to one process, or end that process first."
+            )
+
+    def _next(self, ops: set[str], secs: float) -> Header | None:
+        """The next message of some kinds; others are heard or, being of the past, dropped. None if none comes."""
+        until = time.monotonic() + secs
+        while True:
+            header = self.world.link.wait(max(0.0, until - time.monotonic()))
+            if header is None:
+                return None
+            if header["op"] in ops:
+                return header
+            if header["op"] == "complete":
+                self._hear(header)
+
+    def _hear(self, header: Header) -> None:
+        """Notes versions of other processes' replicas; of its own only an attempt in progress may publish."""
+        others = [name for name in header["replicas"] if name not in self.own and name in self.session.versions]
+        self.session.publish(others, header["number"])
+
+    # An update
+
+    def update(self, params: Any, wait_secs: float | None, progress: Callable[[int], None] | None) -> Any:
+        """Takes part in one update.
+
+        Args:
+          params: The trainer's; None on a process without trainer ranks.
+          wait_secs: How long to wait for everybody else to take part; None for the world's deadline.
+          progress: Called with bytes written to this process' buffers.
+
+        Returns:
+          The rollout's params; None on a process without rollout ranks.
+        """
+        session, link = self.session, self.world.link
+        wait_secs = link.deadline_secs if wait_secs is None else wait_secs
+        with session.updating():
+            self.world.check(self)
+            self._entry += 1
+            try:
+                sources = self._preflight(params)
+            except ShardflyError as error:
+                link.say(
+                    "enter", entry=self._entry, wait_secs=wait_secs, refusal=f"{type(error).__name__}: {error}"[:2000]
+                )
+                raise
+            begin = self._enter(wait_secs)
+            guarded = None if progress is None or not self.own else session.guarded(progress)
+            run = self._prepare(begin, sources, guarded)
+            if not self.own:
+                run.run()
+                return None
+            try:
+                wait_for_readers({shard.device for shard in session.buffers.values()})
+            except BaseException as error:
+                self._withdraw(f"{type(error).__name__} while it waited for readers")
+                raise
+            session.poison("an update began and did not finish", self.own)
+            try:
+                run.run()
+            except BaseException as error:
+                session.poison(f"an update failed half way: {type(error).__name__}: {error}", self.own)
+                raise
+            finally:
+                session.publish(self.own & run.complete, begin["number"])
+            return session.handles()
+
+    def _preflight(self, params: Any) -> dict[Key, jax.Array]:
+        session = self.session
+        session.check_buffers()
+        if not self.sends:
+            return {}
+        leaves, binding = bind(params, session)
+        jax.block_until_ready([leaf for leaf, want in zip(leaves, binding.expected, strict=True) if want is not None])
+        arrays = shards_of(leaves, binding)
+        if other := sorted({str(d) for array in arrays.values() for d in array.devices() if d.platform != "cpu"}):
+            raise ParamsMismatch(
+                f"params: they lie on {', '.join(other)}, but zmq reads host memory only. Copy them to a CPU device."
+            )
+        check_addresses(session, binding, arrays)
+        return arrays
+
+    def _withdraw(self, why: str) -> None:
+        self.world.link.say("withdraw", entry=self._entry, why=why)
+
+    def _enter(self, wait_secs: float) -> Header:
+        """Votes for an update and waits until it begins.
+
+        Raises:
+          SyncTimeout, RankLost, UpdateRefused, DigestMismatch: It does not; nothing was written.
+          WorldLost: The rendezvous is gone.
+        """
+        link = self.world.link
+        link.say("enter", entry=self._entry, wait_secs=wait_secs, refusal=None)
+        until = time.monotonic() + wait_secs + GRACE_SECS + link.lost_secs
+        try:
+            while True:
+                header = self._next({"begin", "failed", "refused"}, until - time.monotonic())
+                if header is None:
+                    self._withdraw("it waited too long for an answer")
+                    raise SyncTimeout(
+                        f"update: rank {min(self.held)} waited more than {wait_secs:g} s for an answer of the "
+                        "rendezvous, before anything was written. The old version is still served."
+                    )
+                if header["op"] == "refused":
+                    raise WorldError(f"update: {header['why']}. Register the plan first.")
+                if header["entry"] == self._entry:
+                    if header["op"] == "failed":
+                        raise failure(header)
+                    return header
+        except BaseException as error:
+            if not isinstance(error, ShardflyError):
+                self._withdraw(f"{type(error).__name__} while it waited for others")
+            raise
+
+    def _prepare(self, begin: Header, sources: dict[Key, jax.Array], progress: Callable[[int], None] | None) -> Run:
+        memory: dict[Key, np.ndarray] = dict(self._targets)
+        memory.update((key, host_bytes(a.unsafe_buffer_pointer(), a.nbytes)) for key, a in sources.items())
+        return Run(
+            self._steps,
+            begin,
+            memory,
+            link=self.world.link,
+            incoming=self._incoming,
+            outgoing=self._outgoing,
+            heard=self._hear,
+            own=self.own,
+            held=self.held,
+            source_ranks=self.session.plan.source_ranks,
+            progress=progress,
+        )
