@@ -11,7 +11,7 @@ import pytest
 from checkpoints import DEEPSEEK, GLM, LLAMA, QWEN3_MOE, TINY, Arrays, checkpoint
 from engine_checks import check_route, mesh, named
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 import shardfly_jax as sf
 from shardfly_jax.engines.models import Model
@@ -224,3 +224,41 @@ def test_a_stack_that_does_not_hold_its_layers_is_refused(rng: np.random.Generat
     arrays = stacked(as_flax(DEEPSEEK, checkpoint(DEEPSEEK, rng), stack_experts=True), range(1, 4), "self_attn.", 0)
     with pytest.raises(sf.PlanError, match=r"\(3, 16, 8\), but .*q_a_proj.weight' has the layers range\(0, 4\)"):
         E.flax.trainer(DEEPSEEK, tree_of(arrays), rules={"model.layers.{i}.self_attn": "model.layers.self_attn"})
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("q_proj", (256, 128, 8)),  # head_dim before heads
+        ("o_proj", (128, 8, 256)),
+        ("k_proj", (256, 128, 4)),
+    ],
+)
+def test_heads_that_do_not_come_first_are_refused(name: str, shape: tuple[int, ...]) -> None:
+    model = dataclasses.replace(
+        sf.engines.model("Qwen3-0.6B"), layers=1, hidden=256, heads=8, kv_heads=4, head_dim=128, width=64, vocab=128
+    )
+    good = {
+        "q_proj": (256, 8, 128), "k_proj": (256, 4, 128), "v_proj": (256, 4, 128), "o_proj": (8, 128, 256),
+    } | {name: shape}  # fmt: skip
+    place = SingleDeviceSharding(jax.devices()[0])
+
+    def leaf(*size: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(size, "bfloat16", sharding=place)
+
+    attention = {key: {"kernel": leaf(*size)} for key, size in good.items()}
+    attention |= {key: {"scale": leaf(128)} for key in ("q_norm", "k_norm")}
+    mlp = {"gate_proj": leaf(256, 64), "up_proj": leaf(256, 64), "down_proj": leaf(64, 256)}
+    layer = {
+        "self_attn": attention, "mlp": {key: {"kernel": one} for key, one in mlp.items()},
+        "input_layernorm": {"scale": leaf(256)}, "post_attention_layernorm": {"scale": leaf(256)},
+    }  # fmt: skip
+    tree = {
+        "model": {"embed_tokens": {"embedding": leaf(128, 256)}, "norm": {"scale": leaf(256)}, "layers": {"0": layer}}
+    }
+    with pytest.raises(sf.PlanError, match=f"{name}.kernel.* with heads first"):
+        sf.engines.flax.trainer(model, tree)
+    attention[name] = {
+        "kernel": leaf(*{"q_proj": (256, 8, 128), "k_proj": (256, 4, 128), "o_proj": (8, 128, 256)}[name])
+    }
+    sf.engines.flax.trainer(model, tree)

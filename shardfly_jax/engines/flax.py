@@ -138,7 +138,7 @@ def _found(model: Model, params: Any, rules: Rules, layer_axis: int) -> list[_Fo
         used.add(prefix)
         named = tensor.name if prefix is None else _joined(rules[prefix], tensor.name[len(prefix) :].removeprefix("."))
         try:
-            found.append(_locate(tensor, named, prefix == tensor.name, shapes, layer_axis))
+            found.append(_locate(model, tensor, named, prefix == tensor.name, shapes, layer_axis))
         except PlanError as error:
             faults += error.faults
     faults += [
@@ -159,7 +159,12 @@ def _joined(*parts: str) -> str:
 
 
 def _locate(
-    tensor: Tensor, named: str, is_leaf: bool, shapes: AbstractMapping[str, tuple[int, ...]], layer_axis: int
+    model: Model,
+    tensor: Tensor,
+    named: str,
+    is_leaf: bool,
+    shapes: AbstractMapping[str, tuple[int, ...]],
+    layer_axis: int,
 ) -> _Found:
     """Finds a tensor under its (renamed) name, under a leaf that flax calls otherwise, or as a bare param."""
     module, _, leaf = named.rpartition(".")
@@ -183,14 +188,31 @@ def _locate(
             )
         shape = shape[:layer_axis] + shape[layer_axis + 1 :]
     canonical = tensor.shape[1:] if "{e}" in own else tensor.shape
-    return _Found(tensor=tensor, own=own, shape=shape, order=_order(tensor, own, shape, canonical))
+    return _Found(tensor=tensor, own=own, shape=shape, order=_order(model, tensor, own, shape, canonical))
 
 
-def _order(tensor: Tensor, own: str, shape: tuple[int, ...], canonical: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+def _heads(model: Model, tensor: Tensor) -> dict[str, int]:
+    """Which side of a projection counts heads, and how many: the only one that may be split, into (heads, the rest)."""
+    module = tensor.name.rpartition(".")[0].rpartition(".")[2]
+    if module in ("q_proj", "q_b_proj", "kv_b_proj"):
+        return {"out": model.heads}
+    if module in ("k_proj", "v_proj"):
+        return {"out": model.kv_heads}
+    return {"into": model.heads} if module == "o_proj" and tensor.name.endswith(".weight") else {}
+
+
+def _order(
+    model: Model, tensor: Tensor, own: str, shape: tuple[int, ...], canonical: tuple[int, ...]
+) -> tuple[tuple[int, ...], ...]:
     """Which axes of the user's tensor make up each axis of the canonical one."""
     axes = tuple(range(len(shape)))
+    heads = _heads(model, tensor)
+
+    def is_split_right(side: str, sizes: tuple[int, ...]) -> bool:
+        return len(sizes) == 1 or (len(sizes) == 2 and sizes[0] == heads.get(side))
+
     if len(canonical) == 1:
-        if math.prod(shape) == canonical[0]:
+        if math.prod(shape) == canonical[0] and is_split_right("out", shape):
             return (axes,)
         raise _misfit(tensor, own, shape, canonical)
     leaf = own.rpartition(".")[2]
@@ -202,6 +224,7 @@ def _order(tensor: Tensor, own: str, shape: tuple[int, ...], canonical: tuple[in
         lead = len(experts)
         for cut in range(lead + 1, len(shape)):
             fits = (math.prod(shape[lead:cut]), math.prod(shape[cut:])) == (into, out)
+            fits = fits and is_split_right("into", shape[lead:cut]) and is_split_right("out", shape[cut:])
             if shape[:lead] == tuple(experts) and fits:
                 turned = (*((k,) for k in axes[:lead]), axes[cut:], axes[lead:cut])
                 break
@@ -222,6 +245,6 @@ def _order(tensor: Tensor, own: str, shape: tuple[int, ...], canonical: tuple[in
 
 def _misfit(tensor: Tensor, own: str, shape: tuple[int, ...], canonical: tuple[int, ...]) -> PlanError:
     return PlanError(
-        f"misshapen: {own!r} has shape {shape}, but {tensor.name!r} has {canonical}, and neither that nor [in..., "
-        "out...] fits. Mend the rules, or write an sf.Mapping."
+        f"misshapen: {own!r} has shape {shape}, but {tensor.name!r} has {canonical}, and neither that nor [in, "
+        "out] fits, with heads first where they are axes of their own. Mend the rules, or write an sf.Mapping."
     )
