@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -246,3 +247,10 @@ def test_exchanges_that_pad_experts_are_refused_where_they_do() -> None:
         E.vllm.rollout(E.model("gpt-oss-20b"), wide, **options)
     E.vllm.rollout(E.model("gpt-oss-20b"), ABSTRACT, **options)  # one data-parallel rank exchanges nothing
     E.vllm.rollout(E.model("DeepSeek-V3"), wide, **options)
+
+
+@pytest.mark.parametrize("placement", [{}, [], "round_robin"])
+def test_a_placement_that_names_no_experts_is_refused(placement: Any) -> None:
+    model = sf.engines.model("Qwen3-30B-A3B")
+    with pytest.raises(sf.PlanError, match="the expert in each slot is needed"):
+        sf.engines.vllm.rollout(model, AbstractMesh((2,), ("tp",)), expert_parallel=True, placement=placement)

@@ -245,6 +245,9 @@ def _rows(placement: Placement) -> list[Sequence[int]]:
 
 
 def _faults(m: Model, cuts: Cuts, ways: Callable[[tuple[str, ...]], int], placement: Placement | None) -> Iterator[str]:
+    if isinstance(placement, str) or (placement is not None and not len(placement)):
+        yield f"placement: it is {placement!r}, but the expert in each slot is needed. Give a list, or a dict of lists."
+        return
     tp = ways(cuts.tp)
     parts = [("attention heads", m.heads, tp, "tp"), ("padded vocabulary", padded_vocab(m), tp, "tp")]
     if m.dense_layers:

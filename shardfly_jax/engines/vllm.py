@@ -61,8 +61,8 @@ def rollout(
         `flashinfer_cutlass`.
       all2all_backend: What vLLM runs with (`--all2all-backend`), here its default. Some keep the shared expert of
         DeepSeek-V3 whole on every rank where TP, DP and EP meet.
-      placement: The expert in each slot, of each layer if a dict: `round_robin`, or what EPLB has chosen by now. None
-        for vLLM's `linear`.
+      placement: The expert in each slot, of each layer if a dict: in vLLM's `round_robin` order, say, or as EPLB has
+        chosen by now. None for vLLM's `linear`.
       quantization: `fp8_block` or `fp8_block_ue8m0`: linears and experts as e4m3 codes with scales per 128 x 128 block,
         from the trainer's own dtype. Embeddings, `lm_head`, norms and the router stay as they are. This is what vLLM's
         CUTLASS and Triton kernels read, and with `_ue8m0` DeepGEMM on Hopper; it repacks weights for Marlin and scales
