@@ -20,7 +20,7 @@ KNOWN = E.names()
 
 def stacked(model: Model) -> Side:
     """A trainer that holds the canonical tensors as they are: for families that no described trainer has."""
-    builder = SideBuilder(AbstractMesh((4,), ("x",)), "bfloat16")
+    builder = SideBuilder(AbstractMesh((4,), ("x",)), "bfloat16", model)
     for t in tensors(model):
         builder.leaf(t.name, t.shape, *((None, "x") if len(t.shape) > 1 else ()), layers=t.layers, dtype=t.dtype)
         builder.entries[t.name] = src(t.name)
