@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Self
 
 import jax
@@ -40,40 +42,33 @@ class receiving:  # a context manager that reads like a phrase
         self._handles: Any = None
 
     def __enter__(self) -> Self:
-        session = self._session
-        stepping = session.stepping(self._plan.source)
-        self._updating = session.updating()
-        self._updating.__enter__()
-        try:
-            session.check_buffers()
-            wait_for_readers({shard.device for shard in session.buffers.values()})
-            session.poison("an update began and did not finish")
-            self._attempt = stepping.executor.begin()
-            session.sender = stepping.sender(self._attempt)
-        except BaseException:
-            self._updating.__exit__(None, None, None)
-            raise
+        self._update = self._updating()
+        self._update.__enter__()
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self._update.__exit__(kind, error, trace)
+
+    @contextlib.contextmanager
+    def _updating(self) -> Iterator[None]:
         session = self._session
         stepping = session.stepping(self._plan.source)
-        session.sender = None
-        try:
-            if error is not None:
-                session.poison(f"an update failed half way: {type(error).__name__}: {error}")
-                stepping.errors()  # writers have ended before anybody begins another attempt
-                return
-            try:
-                wait = stepping.executor.finish(self._attempt, stepping.errors)
+        with session.updating():
+            session.check_buffers()
+            wait_for_readers({shard.device for shard in session.buffers.values()})
+            with session.attempting():
+                attempt = stepping.executor.begin()
+                session.sender = stepping.sender(attempt)
+                try:
+                    yield
+                except BaseException:
+                    stepping.errors()  # writers have ended before anybody begins another attempt
+                    raise
+                finally:
+                    session.sender = None
+                wait = stepping.executor.finish(attempt, stepping.errors)
                 self._handles = session.handles()
                 wait()
-            except BaseException as failure:
-                session.poison(f"an update failed half way: {type(failure).__name__}: {failure}")
-                raise
-            session.publish()
-        finally:
-            self._updating.__exit__(None, None, None)
 
     def params(self) -> Any:
         """The rollout's params, as `sync` returns them; after the `with` block."""

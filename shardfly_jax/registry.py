@@ -103,6 +103,17 @@ class Session:
 
         return call
 
+    @contextlib.contextmanager
+    def attempting(self) -> Iterator[None]:
+        """Held while replicas may hold a mixture: poisons them, and lifts it with a new version if all goes well."""
+        self.poison("an update began and did not finish")
+        try:
+            yield
+        except BaseException as error:
+            self.poison(f"an update failed half way: {type(error).__name__}: {error}")
+            raise
+        self.publish()
+
     @property
     def versions(self) -> Mapping[str, int]:
         """Version of each replica."""

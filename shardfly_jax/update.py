@@ -65,16 +65,11 @@ def sync(params: Any, plan: Plan, *, progress: Callable[[int], None] | None = No
         arrays = shards_of(leaves, binding)
         check_addresses(session, binding, arrays)
         wait_for_readers({shard.device for shard in session.buffers.values()})
-        session.poison("an update began and did not finish")
-        try:
+        with session.attempting():
             guarded = None if progress is None else session.guarded(progress)
             wait = session.executor.start(arrays, guarded)
             handles = session.handles()  # made while the update runs
             wait()
-        except BaseException as error:
-            session.poison(f"an update failed half way: {type(error).__name__}: {error}")
-            raise
-        session.publish()
         return handles
 
 

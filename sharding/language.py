@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -411,16 +411,18 @@ def rewrite(expr: Expr, leaf: Callable[[Expr], Expr | None]) -> Expr:
             return dataclasses.replace(expr, value=rewrite(expr.value, leaf))  # type: ignore[attr-defined,type-var]
 
 
-def sources(expr: Expr) -> tuple[str, ...]:
-    """Names of all `src` leaves, in order, each once."""
-    found: dict[str, None] = {}
+def nodes(expr: Expr) -> Iterator[Expr]:
+    """An expression and all that it is made of, each before its operands, these in order."""
     todo = [expr]
     while todo:
         node = todo.pop()
-        if isinstance(node, Src):
-            found[node.name] = None
+        yield node
         todo += reversed(children(node))
-    return tuple(found)
+
+
+def sources(expr: Expr) -> tuple[str, ...]:
+    """Names of all `src` leaves, in order, each once."""
+    return tuple(dict.fromkeys(node.name for node in nodes(expr) if isinstance(node, Src)))
 
 
 def outer_fuse(expr: Expr) -> Fuse | None:

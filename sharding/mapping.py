@@ -17,7 +17,7 @@ from shardfly_jax.sharding.language import (
     ScaleOf,
     Src,
     Stack,
-    children,
+    nodes,
     outer_fuse,
     quantized,
     rewrite,
@@ -103,14 +103,11 @@ def _split_first_number(name: str) -> list[str]:
 
 def _variables(expr: Expr) -> set[str]:
     found: set[str] = set()
-    todo = [expr]
-    while todo:
-        node = todo.pop()
+    for node in nodes(expr):
         if isinstance(node, Src | Alias | ScaleOf):
             found |= set(name_pattern(node.name).variables)
         if isinstance(node, Index):
             found |= {item.value.variable for item in node.items if isinstance(item, FamilyIndex)}
-        todo += children(node)
     return found
 
 
@@ -158,11 +155,6 @@ def bound_item(item: int | slice | FamilyIndex, values: AbstractMapping[str, int
             raise LanguageError(f"index: {{{item.value}}} is {index}, which is before the first element")
         return index
     return item
-
-
-def reads_scales(expr: Expr) -> bool:
-    """Whether an expression has a `scale_of`."""
-    return isinstance(expr, ScaleOf) or any(reads_scales(child) for child in children(expr))
 
 
 def resolve_other(mapping: Mapping, node: Alias | ScaleOf, names: AbstractMapping[int, str]) -> Expr:

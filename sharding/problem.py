@@ -19,14 +19,16 @@ from shardfly_jax.sharding.language import (
     Expr,
     Quantize,
     ScaleOf,
+    Scales,
+    nodes,
     outer_fuse,
     rewrite,
     sources,
 )
 from shardfly_jax.sharding.layouts import Layout, LocalTensors
-from shardfly_jax.sharding.mapping import Mapping, bind, matches, reads_scales, resolve_other
+from shardfly_jax.sharding.mapping import Mapping, bind, matches, resolve_other
 from shardfly_jax.sharding.patterns import FAMILY, name_pattern
-from shardfly_jax.sharding.quantized_targets import bound_quantize, has_e8m0, scales
+from shardfly_jax.sharding.quantized_targets import bound_quantize, scales
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -207,7 +209,7 @@ class Problem:
                 return
         meant: dict[int, tuple[Layout, Expr]] = {}
         shifted: dict[int, tuple[Layout, Layout]] = {}  # by identity: many names share one layout
-        has_scales = reads_scales(expr)
+        has_scales = any(isinstance(node, ScaleOf) for node in nodes(expr))
         for i in sorted(names):
             try:
                 own = self._with_scales(tree, mapping, expr, names, i) if has_scales else expr
@@ -217,7 +219,11 @@ class Problem:
             layout = self._checked_layout(tree, names[i], own, i)
             if layout is None:
                 continue
-            if has_scales and layout.dtype != "uint8" and has_e8m0(own):
+            if (
+                has_scales
+                and layout.dtype != "uint8"
+                and any(isinstance(node, Scales) and node.format.scale == "e8m0" for node in nodes(own))
+            ):
                 self._fault(
                     "dtype", tree, names[i], f"holds E8M0 bytes, but its dtype is {layout.dtype}. Register uint8, and "
                     "view it as float8_e8m0fnu where it is read",

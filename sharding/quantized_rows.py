@@ -11,7 +11,7 @@ import numpy as np
 from shardfly_jax.sharding.blocking import STAGING, Blocks, Part, Slots
 from shardfly_jax.sharding.denotation import Value
 from shardfly_jax.sharding.formats import Encode
-from shardfly_jax.sharding.language import Expr, Fuse, Quantize, Scales, children, quantized, rewrite
+from shardfly_jax.sharding.language import Expr, Fuse, Quantize, Scales, nodes, quantized, rewrite
 from shardfly_jax.sharding.layouts import Layout
 from shardfly_jax.sharding.lowering import MAX_DIMS, BlockView, SourceShards, Template
 from shardfly_jax.sharding.moves import MoveTable
@@ -26,9 +26,9 @@ SLOT_DTYPE = "uint32"
 """Slots hold the bits of float32 numbers."""
 
 
-def reads_scales(expr: Expr) -> bool:
-    """Whether an expression has scales among its operands."""
-    return isinstance(expr, Scales) or any(reads_scales(child) for child in children(expr))
+def scales_in(expr: Expr) -> list[Scales]:
+    """The scales that an expression reads."""
+    return [node for node in nodes(expr) if isinstance(node, Scales)]
 
 
 class QuantizedRows:
@@ -99,13 +99,8 @@ class QuantizedRows:
         """Fixes the slots and their owners, and adds the rows that waited for them."""
         read: dict[Blocks, None] = {}
         for _, group in self.scale_groups:
-            todo: list[Expr] = [group.expr]
-            while todo:
-                node = todo.pop()
-                if isinstance(node, Scales):
-                    read[self._blocks_of(node.value, node, group.layers)] = None
-                else:
-                    todo += children(node)
+            for node in reversed(scales_in(group.expr)):
+                read[self._blocks_of(node.value, node, group.layers)] = None
         for blocks in read:
             blocks.need_split()
         load: dict[int, int] = {}

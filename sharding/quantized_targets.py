@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from shardfly_jax.sharding.errors import LanguageError
 from shardfly_jax.sharding.grids import Segments
-from shardfly_jax.sharding.language import Expr, Fuse, Quantize, Scales, children, outer_fuse, rewrite
+from shardfly_jax.sharding.language import Expr, Fuse, Quantize, Scales, outer_fuse, rewrite
 from shardfly_jax.sharding.layouts import Layout
 
 AXES = (-2, -1)
@@ -56,11 +56,6 @@ def scales(expr: Quantize, layout: Layout) -> Scales:
         return dataclasses.replace(node, cuts=layout.cuts(node.axis % len(layout.shape)))
 
     return Scales(rewrite(expr.value, leaf), expr.format, expr.segments)
-
-
-def has_e8m0(expr: Expr) -> bool:
-    """Whether an expression reads scales that are bytes, whose values are no numbers to compute with."""
-    return (isinstance(expr, Scales) and expr.format.scale == "e8m0") or any(has_e8m0(x) for x in children(expr))
 
 
 def _pieces(layout: Layout, axis: int, parts: Sequence[int]) -> list[tuple[int, int, int, int]]:

@@ -14,7 +14,7 @@ from shardfly_jax.sharding.language import quantized
 from shardfly_jax.sharding.lowering import MAX_DIMS, Lowerer, SourceShards, Template
 from shardfly_jax.sharding.moves import MoveTable
 from shardfly_jax.sharding.problem import Problem
-from shardfly_jax.sharding.quantized_rows import QuantizedRows, reads_scales
+from shardfly_jax.sharding.quantized_rows import QuantizedRows, scales_in
 from shardfly_jax.sharding.routing import Band, Group, choose_sources
 from shardfly_jax.sharding.schedule import Place
 from shardfly_jax.sharding.topology import Topology
@@ -113,7 +113,7 @@ class Rows:
         expr = quantized(group.expr)
         if expr is not None:
             self.templates.append(self.quantized.lower(index, group, expr))
-        elif reads_scales(group.expr):
+        elif scales_in(group.expr):
             self.quantized.scale_groups.append((index, group))
         else:
             self.lower_plain(index, group)

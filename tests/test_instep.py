@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -128,3 +129,74 @@ def test_receiving_says_why_a_plan_cannot_send_from_a_step() -> None:
         pass
     with pytest.raises(sf.NotRegistered):
         sf.receiving("plan")  # type: ignore[arg-type]
+
+
+class Launches:
+    """Stands for the kernels of a plan: what they would be told, and how they end."""
+
+    def __init__(self, failure: Exception | None = None):
+        self.told: list[str] = []
+        self.failure = failure
+        self.executor = self
+
+    def begin(self) -> str:
+        self.told.append("begin")
+        return "attempt"
+
+    def sender(self, attempt: str) -> str:
+        return f"sender of {attempt}"
+
+    def errors(self) -> list[Any]:
+        self.told.append("sends have ended")
+        return []
+
+    def finish(self, attempt: str, sent: Callable[[], Any]) -> Callable[[], None]:
+        self.told.append("finish")
+
+        def wait() -> None:
+            sent()
+            if self.failure is not None:
+                raise self.failure
+
+        return wait
+
+
+def test_replicas_are_poisoned_from_the_begin_of_an_update_in_a_step_until_its_end() -> None:
+    w = {"w": jnp.ones(SHAPE)}
+    plan = sf.register(sf.make_plan(w, w))
+    sf.sync(w, plan)
+    session = plan.registered()
+    launches = Launches()
+    session.stepping = lambda source: launches  # type: ignore[method-assign]
+    with sf.receiving(plan) as update:
+        assert plan.sender == "sender of attempt"
+        with pytest.raises(sf.Poisoned, match="began and did not finish"):
+            sf.params(plan)
+        with pytest.raises(sf.ShardflyError, match="inside an update"):
+            sf.sync(w, plan)
+    assert launches.told == ["begin", "finish", "sends have ended"]
+    assert update.params()["w"].shape == SHAPE
+    assert dict(plan.version) == {"rollout": 2}
+    with pytest.raises(sf.NoUpdate):
+        _ = plan.sender
+
+
+def test_an_update_in_a_step_that_fails_waits_for_its_sends_and_leaves_poison() -> None:
+    w = {"w": jnp.ones(SHAPE)}
+    plan = sf.register(sf.make_plan(w, w))
+    sf.sync(w, plan)
+    session = plan.registered()
+    launches = Launches()
+    session.stepping = lambda source: launches  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError), sf.receiving(plan):
+        raise ZeroDivisionError
+    assert launches.told == ["begin", "sends have ended"]
+    with pytest.raises(sf.Poisoned, match="ZeroDivisionError"):
+        sf.params(plan)
+    launches.failure = sf.SyncTimeout("nobody sent")
+    with pytest.raises(sf.SyncTimeout), sf.receiving(plan) as update:
+        pass
+    with pytest.raises(sf.Poisoned, match="SyncTimeout"):
+        update.params()
+    sf.sync(w, plan)
+    assert dict(plan.version) == {"rollout": 2}

@@ -63,6 +63,16 @@ class World:
             self.enter(who)
         return self.last("t")["epoch"]
 
+    def at_the_deadline(self) -> int:
+        """All are ready, and alive when the deadline comes; the epoch."""
+        epoch = self.started()
+        for who in ("a1", "a2", "b"):
+            self.say(who, "ready", epoch=epoch)
+        self.now += DEADLINE_SECS
+        for who in HELD:
+            self.say(who, "beat")
+        return epoch
+
 
 def test_an_update_goes_through_its_steps() -> None:
     world = World()
@@ -139,12 +149,7 @@ def test_a_process_without_connection_is_lost_unless_it_returns() -> None:
 def test_at_the_deadline_the_rank_that_held_up_the_others_is_named() -> None:
     """b waits for a1, a1 waits for the trainer; the trainer is silent but for its beats."""
     world = World()
-    epoch = world.started()
-    for who in ("a1", "a2", "b"):
-        world.say(who, "ready", epoch=epoch)
-    world.now += DEADLINE_SECS
-    for who in HELD:
-        world.say(who, "beat")
+    epoch = world.at_the_deadline()
     world.say("b", "fail", epoch=epoch, kind="timeout", phase="finish", rank=1, why="rank 3 waited for rank 1")
     world.say("a1", "fail", epoch=epoch, kind="timeout", phase="send", rank=0, why="rank 1 waited for rank 0")
     assert world.ops("t")[-1] == "go"
@@ -154,12 +159,7 @@ def test_at_the_deadline_the_rank_that_held_up_the_others_is_named() -> None:
 
 def test_reports_in_a_circle_end_too() -> None:
     world = World()
-    epoch = world.started()
-    for who in ("a1", "a2", "b"):
-        world.say(who, "ready", epoch=epoch)
-    world.now += DEADLINE_SECS
-    for who in HELD:
-        world.say(who, "beat")
+    epoch = world.at_the_deadline()
     world.say("b", "fail", epoch=epoch, kind="timeout", phase="finish", rank=1, why="3 waits for 1")
     world.say("a1", "fail", epoch=epoch, kind="timeout", phase="finish", rank=3, why="1 waits for 3")
     world.pass_time(GRACE_SECS * 1.1)
