@@ -91,31 +91,37 @@ def _updating(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
 
 
 def _on_gpu(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    header = ["update", "moved", "launches, median", "of the bound", "of an elementwise kernel", "jitted XLA, median"]
-    header += ["XLA / launches", "sync, median", "until the last launch", "first", "grown"]
+    header = ["update", "moved", "kernels", "of the bound", "of an elementwise kernel", "launches with host"]
+    header += [
+        "of the bound",
+        "jitted XLA",
+        "XLA / launches",
+        "sync",
+        "until the last launch",
+        "first",
+        "first jitted step",
+        "grown",
+    ]
     lines = [
         [
             f"{row['case']}, {row['trainer_dtype']} -> bfloat16",
             f"{row['moved_nbytes'] / 1e9:.2f} GB",
-            f"{statistics.median(row['kernel_secs']) * 1e3:.2f} ms",
+            f"{statistics.median(secs['whole'] for secs in row['phase_secs']) * 1e3:.2f} ms",
             f"{row['of_bound']:.3f}",
             f"{row['of_elementwise']:.3f}",
+            f"{statistics.median(row['launched_secs']) * 1e3:.2f} ms",
+            f"{row['of_bound_with_host']:.3f}",
             f"{statistics.median(row['xla_secs']) * 1e3:.2f} ms",
             f"{row['faster_than_xla']:.2f}x",
             f"{statistics.median(row['sync_secs']) * 1e3:.2f} ms",
-            _until_last_launch(row),
+            f"{statistics.median(row['host_secs']) * 1e3:.2f} ms for {row['arrays']} arrays",
             f"{row['first_secs']:.2f} s",
+            f"{row['step_secs'][0]:.2f} s" if "step_secs" in row else "",
             f"{max(row['grown_nbytes'])} B",
         ]
         for row in rows
     ]
     return header, lines
-
-
-def _until_last_launch(row: dict[str, Any]) -> str:
-    if "host_secs" not in row:
-        return "not measured"
-    return f"{statistics.median(row['host_secs']) * 1e3:.2f} ms for {row['arrays']} arrays"
 
 
 def _spread(secs: list[float]) -> str:

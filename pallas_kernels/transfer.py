@@ -84,7 +84,7 @@ def launch_size(flags: int, buffers: int) -> tuple[int, int, int, int]:
 
 @functools.lru_cache(maxsize=64)
 def make_kernel(
-    conversions: tuple[Conversion, ...], blocks: int, flags: int, room: int = 0, buffers: int = 0
+    conversions: tuple[Conversion, ...], blocks: int, flags: int, room: int = 0, buffers: int = 0, at: int = 0
 ) -> Callable[..., jax.Array]:
     """The kernel for plans with these conversions.
 
@@ -94,6 +94,7 @@ def make_kernel(
       flags: Room for heads, tails and tells, see `launch_size`.
       room: Bytes of shared memory that each block takes besides, so that fewer share a multiprocessor.
       buffers: How many addresses the launch has, where its operands take the place of some; else 0.
+      at: First word of this launch among those given.
 
     Returns:
       `kernel(table, launch, state, *operands)`: int32 [records * WORDS], [words], [STATE], and arrays whose addresses
@@ -108,9 +109,10 @@ def make_kernel(
 
         @plgpu.inline_mgpu(arg_types=tuple(plgpu.RefType() for _ in refs))
         def run(_, *memrefs):  # type: ignore[no-untyped-def]
-            globals_, shared_, given = memrefs[:4], memrefs[4:8], memrefs[8:]
-            addresses = (*map(m.address, globals_), *map(m.shared_address, shared_))
-            Block(conversions, blocks, flags, *addresses, buffers=buffers).run([m.address(ref) for ref in given])
+            table_at, launch_at, state_at, out_at = map(m.address, memrefs[:4])
+            addresses = (table_at, launch_at + 4 * at, state_at, out_at, *map(m.shared_address, memrefs[4:8]))
+            operand_addresses = [m.address(ref) for ref in memrefs[8:]]
+            Block(conversions, blocks, flags, *addresses, buffers=buffers).run(operand_addresses)
 
         run(*refs)
 

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardfly_jax.executors.memory import Key, memory_of
-from shardfly_jax.layout import Place, box_of, leaf_places, leaves_of, read_tree
+from shardfly_jax.executors.memory import Key, Sources, memory_of
+from shardfly_jax.layout import Place, box_of, leaf_places, leaves_like, leaves_of, read_tree
 from shardfly_jax.registry import Session
 from shardfly_jax.sharding.errors import ParamsMismatch, PlanError
 from shardfly_jax.sharding.formats import dtype_name, itemsize
@@ -26,7 +26,6 @@ class Expected:
       name: Of the tensor.
       label: The name, and the rank of a rank-local part, for messages.
       keys: (family, tensor, rank) and device of each shard that the plan reads.
-      is_whole: Whether the leaf is a single-device array itself.
     """
 
     name: str
@@ -35,7 +34,6 @@ class Expected:
     dtype: Any
     sharding: jax.sharding.Sharding
     keys: tuple[tuple[Key, jax.Device], ...]
-    is_whole: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,28 +43,28 @@ class Binding:
     Attributes:
       structure: Trees of this structure need no name resolved.
       expected: Per leaf; None for leaves that the plan does not read.
+      whole: Source shards that are a leaf, being on a single device, and which leaf.
+      cut: The other leaves that the plan reads.
       devices: Of each rank that holds a source shard.
       ranges: Per memory, the keys of the source shards in it, and their sizes in bytes.
-      seen: What each leaf was like when it was last checked in full: its abstract value and sharding, by identity.
+      seen: Abstract values and shardings of the leaves that it reads, as they were last checked in full.
     """
 
     structure: Any
     expected: tuple[Expected | None, ...]
+    whole: tuple[tuple[Key, int], ...]
+    cut: tuple[int, ...]
     devices: dict[int, jax.Device]
     ranges: dict[str, tuple[list[Key], np.ndarray]]
     seen: list[Any]
 
 
-def shards_of(leaves: list[Any], binding: Binding) -> dict[Key, jax.Array]:
+def shards_of(leaves: list[Any], binding: Binding) -> Sources:
     """The single-device array of every source shard."""
-    arrays: dict[Key, jax.Array] = {}
-    for leaf, want in zip(leaves, binding.expected, strict=True):
-        if want is not None:
-            if want.is_whole:
-                arrays.update((key, leaf) for key, _ in want.keys)
-                continue
-            by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
-            arrays.update((key, by_device[device]) for key, device in want.keys)
+    arrays = Sources({key: leaves[k] for key, k in binding.whole})
+    for k in binding.cut:
+        by_device = {shard.device: shard.data for shard in leaves[k].addressable_shards}
+        arrays.update((key, by_device[device]) for key, device in binding.expected[k].keys)  # type: ignore[union-attr]
     return arrays
 
 
@@ -76,17 +74,14 @@ def bind(params_: Any, session: Session) -> tuple[list[Any], Binding]:
     Raises:
       ParamsMismatch: They are not the planned ones.
     """
+    if session.binding is not None and (leaves := _unchanged(params_, session.binding)) is not None:
+        return leaves, session.binding
     leaves, structure = leaves_of(params_)
     if session.binding is None or session.binding.structure != structure:
         session.binding = _resolve(params_, session)
     faults = []
-    seen = session.binding.seen
-    for k, (leaf, want) in enumerate(zip(leaves, session.binding.expected, strict=True)):
+    for leaf, want in zip(leaves, session.binding.expected, strict=True):
         if want is None:
-            continue
-        like = seen[k]
-        known = like is not None and getattr(leaf, "aval", None) is like[0] and leaf.sharding is like[1]
-        if known and not leaf.is_deleted():
             continue
         if not isinstance(leaf, jax.Array):
             faults.append(f"{want.label} is a {type(leaf).__name__}, but a jax.Array is needed")
@@ -100,11 +95,27 @@ def bind(params_: Any, session: Session) -> tuple[list[Any], Binding]:
             faults.append(
                 f"{want.label} has sharding {_named(leaf.sharding)}, but the plan has {_named(want.sharding)}"
             )
-        else:
-            seen[k] = (leaf.aval, leaf.sharding)
     if faults:
         raise _mismatch(faults)
+    read = [leaf for leaf, want in zip(leaves, session.binding.expected, strict=True) if want is not None]
+    session.binding.seen[:] = [leaf.aval for leaf in read], [leaf.sharding for leaf in read]
     return leaves, session.binding
+
+
+def _unchanged(params_: Any, binding: Binding) -> list[Any] | None:
+    """The leaves of params which are, but for their values, those that were last checked in full; None if unsure.
+
+    This is most of what an update asks of a train step's params, so it is made of few calls per leaf.
+    """
+    leaves = leaves_like(params_, binding.structure)
+    if leaves is None:
+        return None
+    read = [leaf for leaf, want in zip(leaves, binding.expected, strict=True) if want is not None]
+    try:
+        like = [[leaf.aval for leaf in read], [leaf.sharding for leaf in read]]
+        return leaves if like == binding.seen and not any(leaf.is_deleted() for leaf in read) else None
+    except AttributeError:  # something that is no array
+        return None
 
 
 def _named(sharding: jax.sharding.Sharding) -> str:
@@ -159,8 +170,7 @@ def _resolve(params_: Any, session: Session) -> Binding:
             else:
                 keys.append(((index, tensor, rank), next(iter(leaf.devices()))))
         label = repr(name) if rank is None else f"{name!r} of rank {rank}"
-        whole = len(leaf.sharding.device_set) == 1
-        expected.append(Expected(name, label, leaf.shape, leaf.dtype, leaf.sharding, tuple(keys), whole))
+        expected.append(Expected(name, label, leaf.shape, leaf.dtype, leaf.sharding, tuple(keys)))
     given = {key for want in expected if want is not None for key, _ in want.keys}
     if not faults:
         for name, members in needed.items():
@@ -172,7 +182,10 @@ def _resolve(params_: Any, session: Session) -> Binding:
     if faults:
         raise _mismatch(faults)
     devices = {key[2]: device for want in expected if want is not None for key, device in want.keys}
-    return Binding(structure, tuple(expected), devices, _ranges(expected, families), [None] * len(expected))
+    read = [(k, want) for k, want in enumerate(expected) if want is not None]
+    whole = tuple((key, k) for k, want in read if len(want.sharding.device_set) == 1 for key, _ in want.keys)
+    cut = tuple(k for k, want in read if len(want.sharding.device_set) > 1)
+    return Binding(structure, tuple(expected), whole, cut, devices, _ranges(expected, families), [])
 
 
 def _ranges(expected: list[Expected | None], families: tuple[Family, ...]) -> dict[str, tuple[list[Key], np.ndarray]]:
@@ -235,13 +248,13 @@ def _fault(
     return None
 
 
-def check_addresses(session: Session, binding: Binding, arrays: dict[Key, jax.Array]) -> None:
+def check_addresses(session: Session, binding: Binding, arrays: Sources) -> None:
     """Raises:
     ParamsMismatch: A source shard shares memory with a registered buffer, or is not aligned as the executor needs it.
     """
     alignment = 1 if session.executor is None else session.executor.alignment  # none where a world moves the bytes
     for memory, (keys, nbytes) in binding.ranges.items():
-        addresses = np.array([arrays[key].unsafe_buffer_pointer() for key in keys], np.int64)
+        addresses = np.array([arrays.addresses[key] for key in keys], np.int64)
         crooked = addresses % alignment != 0
         if crooked.any():
             family, tensor, rank = keys[int(crooked.argmax())]

@@ -8,7 +8,6 @@ from typing import Any, Self
 
 import jax
 
-from shardfly_jax.executors.memory import wait_for_readers
 from shardfly_jax.layout import leaf_places
 from shardfly_jax.planning import Plan
 from shardfly_jax.sharding.errors import NotRegistered, ParamsMismatch
@@ -55,7 +54,7 @@ class receiving:  # a context manager that reads like a phrase
         stepping = session.stepping(self._plan.source)
         with session.updating():
             session.check_buffers()
-            wait_for_readers({shard.device for shard in session.buffers.values()})
+            session.wait_for_readers()
             with session.attempting():
                 attempt = stepping.executor.begin()
                 session.sender = stepping.sender(attempt)

@@ -41,7 +41,7 @@ def local(trees: Sequence[Any]) -> Local:
 
 def leaf_names(tree: Any) -> tuple[list[str], list[Any], Any]:
     """Names, leaves and structure of a tree. `Layout` is a leaf; an `nnx.Module` stands for its `nnx.Param` state."""
-    paths, structure = jax.tree_util.tree_flatten_with_path(params_of(tree), is_leaf=_is_leaf)
+    paths, structure = jax.tree_util.tree_flatten_with_path(params_of(tree))
     return [_name(path) for path, _ in paths], [leaf for _, leaf in paths], structure
 
 
@@ -85,7 +85,15 @@ def _place(path: str, names: Collection[str]) -> Place:
 
 def leaves_of(tree: Any) -> tuple[list[Any], Any]:
     """Leaves and structure of a tree, as `leaf_names` sees it."""
-    return jax.tree_util.tree_flatten(params_of(tree.trees if isinstance(tree, Local) else tree), is_leaf=_is_leaf)
+    return jax.tree_util.tree_flatten(params_of(tree.trees if isinstance(tree, Local) else tree))
+
+
+def leaves_like(tree: Any, structure: Any) -> list[Any] | None:
+    """What stands in a tree at the leaves of a structure, in half the time of `leaves_of`; None if it has another."""
+    try:
+        return list(structure.flatten_up_to(params_of(tree.trees if isinstance(tree, Local) else tree)))
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def is_module(tree: Any) -> bool:
@@ -101,10 +109,6 @@ def params_of(tree: Any) -> Any:
 
         return nnx.state(tree, nnx.Param)
     return tree
-
-
-def _is_leaf(x: Any) -> bool:
-    return isinstance(x, Layout)
 
 
 def _name(path: tuple[Any, ...]) -> str:

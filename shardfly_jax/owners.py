@@ -26,6 +26,7 @@ class Owner:
       planned: Names of all tensors of the tree, kept ones included.
       devices: Device of each rank of the tree, where known from planning.
       held: Plan-wide ranks that live in this process.
+      private: Whether nobody else has the tree, so that nothing in it is ever rebound.
 
     Raises:
       RegistrationError: Lists every tensor that does not fit the plan.
@@ -39,7 +40,9 @@ class Owner:
         planned: set[str],
         devices: Mapping[int, jax.Device],
         held: frozenset[int],
+        private: bool,
     ):
+        self.private = private
         self.name, self.given, self.planned = name, given, planned
         self.base = min(
             (replica.ranks[0] for replica in plan.replicas if replica.tree == name), default=plan.source_ranks
@@ -55,6 +58,7 @@ class Owner:
         self.families = plan.families
         self.places, leaves, self.structure = leaf_places(self._value(), planned)
         self.buffers: dict[Key, Shard] = {}
+        self._whole: dict[Place, jax.Array] = {}  # never handed out, so that nobody deletes or caches them
         self.known = leaves
         self.current = leaves
         faults = self._bind(leaves, devices)
@@ -149,6 +153,8 @@ class Owner:
         """Raises:
         StaleBuffer: A tensor was rebound, deleted or donated since registration.
         """
+        if self.private:
+            return
         leaves, structure = leaves_of(self._value())
         if structure != self.structure:
             raise StaleBuffer(
@@ -188,14 +194,17 @@ class Owner:
     def handles(self) -> Any:
         """New arrays at the registered addresses, in the owner's structure; an `nnx.Module` is given them too."""
         out = []
-        for (name, rank), leaf in zip(self.places, self.current, strict=True):
+        for place, leaf in zip(self.places, self.current, strict=True):
+            name, rank = place
             if name not in self.tensors:
                 out.append(leaf)
                 continue
-            index, k = self.tensors[name]
-            ranks = self._ranks(self.families[index].layout) if rank is None else [self.base + rank]
-            arrays = [self.buffers[index, k, r].array for r in ranks]
-            out.append(fresh_handle(leaf, arrays))
+            if place not in self._whole:
+                index, k = self.tensors[name]
+                ranks = self._ranks(self.families[index].layout) if rank is None else [self.base + rank]
+                parts = [self.buffers[index, k, r].array for r in ranks]
+                self._whole[place] = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
+            out.append(fresh_handle(self._whole[place]))
         self.current = out
         built = jax.tree_util.tree_unflatten(self.structure, out)
         if is_module(self.given):

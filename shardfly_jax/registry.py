@@ -14,7 +14,7 @@ import numpy as np
 
 from shardfly_jax.buffers import allocate, check_memory
 from shardfly_jax.executors.choice import EXECUTORS, Executor, make_executor, why_not_persistent as reasons_against
-from shardfly_jax.executors.memory import Key, Occupied, Shard
+from shardfly_jax.executors.memory import Key, Occupied, Shard, wait_for_readers
 from shardfly_jax.layout import Tree
 from shardfly_jax.owners import Owner
 from shardfly_jax.planning import TARGET, Plan, Replicas
@@ -160,6 +160,11 @@ class Session:
         for owner in self.owners.values():
             owner.check_alive()
 
+    def wait_for_readers(self) -> None:
+        """Blocks until what was queued before and reads the buffers has ended, unless the update runs behind it."""
+        if self.executor is None or not self.executor.in_order:
+            wait_for_readers({shard.device for shard in self.buffers.values()})
+
     def make_executor(self, source_devices: Mapping[int, jax.Device]) -> None:
         """Prepares the plan for a trainer whose ranks are on these devices."""
         self.executor = make_executor(self.plan, self.buffers, source_devices, self.choice)
@@ -259,7 +264,7 @@ def register(
             else {m for i in plan.target_families if plan.families[i].tree == name for m in plan.families[i].names}
         )
         known = {k: d for k, d in enumerate(tree.devices) if d is not None} if tree and not allocated else devices[name]
-        owners[name] = Owner(plan, name, given[name], planned, known if tree else {}, held)
+        owners[name] = Owner(plan, name, given[name], planned, known if tree else {}, held, allocated)
     session = Session(plan, owners, allocated, executor, held)
     if world is not None:
         from shardfly_jax.worlds.part import Part

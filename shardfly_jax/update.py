@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from shardfly_jax.binding import bind, check_addresses, shards_of
-from shardfly_jax.executors.memory import Key, fresh_handle, host_bytes, wait_for_readers
+from shardfly_jax.executors.memory import Key, Sources, fresh_handle, host_bytes
 from shardfly_jax.planning import Plan
 from shardfly_jax.registry import Session
 from shardfly_jax.sharding.errors import NotRegistered, ParamsMismatch, VerificationError
@@ -61,10 +61,10 @@ def sync(params: Any, plan: Plan, *, progress: Callable[[int], None] | None = No
         if session.executor is None:
             session.make_executor(binding.devices)
         assert session.executor is not None
-        jax.block_until_ready([leaf for leaf, want in zip(leaves, binding.expected, strict=True) if want is not None])
         arrays = shards_of(leaves, binding)
+        jax.block_until_ready(list(arrays.values()))
         check_addresses(session, binding, arrays)
-        wait_for_readers({shard.device for shard in session.buffers.values()})
+        session.wait_for_readers()
         with session.attempting():
             guarded = None if progress is None else session.guarded(progress)
             wait = session.executor.start(arrays, guarded)
@@ -110,7 +110,7 @@ def params(plan: Plan) -> Any:
     return session.handles()
 
 
-def bound_sources(params_: Any, plan: Plan) -> dict[Key, jax.Array]:
+def bound_sources(params_: Any, plan: Plan) -> Sources:
     """The single-device array of every source shard that a registered plan reads, by (family, tensor, rank).
 
     Raises:
@@ -179,7 +179,7 @@ def _whole(parts: list[tuple[Key, jax.Array]], session: Session) -> np.ndarray:
         if box not in filled:
             filled.add(box)
             view = View(0, layout.local_shape(rank), layout.local_strides(rank))
-            copy = np.asarray(fresh_handle(array, [array]))  # which keeps the host copy, not the user's array
+            copy = np.asarray(fresh_handle(array))  # which keeps the host copy, not the user's array
             out[tuple(slice(lo, hi) for lo, hi in box)] = view.of(copy.reshape(-1))
     return out
 
@@ -201,7 +201,7 @@ def _read(session: Session, key: Key) -> np.ndarray:
         flat = host_bytes(shard.address, shard.nbytes).view(np_dtype(layout.dtype))
     else:  # through a new handle: the registered one would keep the host copy of its first reading
         array = shard.array
-        flat = np.asarray(fresh_handle(array, [array])).reshape(-1)
+        flat = np.asarray(fresh_handle(array)).reshape(-1)
     return View(0, layout.local_shape(key[2]), layout.local_strides(key[2])).of(flat)
 
 

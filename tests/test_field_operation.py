@@ -156,7 +156,12 @@ def test_the_second_update_resolves_no_name_and_compiles_nothing(
     assert ("update.py", "sync") in again
     naming = {"patterns.py", "mapping.py", "problem.py", "planner.py", "lowering.py", "inference.py", "pieces.py"}
     assert not {call for call in again if call[0] in naming}
-    assert {name for file, name in again if file == "layout.py"} <= {"leaves_of", "params_of", "is_module", "_is_leaf"}
+    assert {name for file, name in again if file == "layout.py"} <= {
+        "leaves_of",
+        "leaves_like",
+        "params_of",
+        "is_module",
+    }
     jax.jit(lambda x: x * rng.random())(jnp.zeros(3)).block_until_ready()
     assert compilations, "a compilation would have been seen"
 

@@ -193,8 +193,9 @@ def test_updates_allocate_nothing_and_compile_nothing(model: tuple[Any, sf.Plan]
     first, second = fresh_params(shapes, np.random.default_rng()), fresh_params(shapes, np.random.default_rng())
     sf.sync(first, plan)
     sf.sync(second, plan)
-    kernels = [launch._kernel for launch in (*executor_of(plan)._ready, *executor_of(plan)._send)]
-    compiled = [kernel._cache_size() for kernel in kernels]
+    (launch,) = executor_of(plan)._launches
+    compiled = launch.kernels._cache_size()
+    assert compiled
     before = gpu.memory_stats()
     for _ in range(10):
         sf.sync(first, plan)
@@ -202,18 +203,18 @@ def test_updates_allocate_nothing_and_compile_nothing(model: tuple[Any, sf.Plan]
     after = gpu.memory_stats()
     assert after["bytes_in_use"] == before["bytes_in_use"]
     assert after["peak_bytes_in_use"] == before["peak_bytes_in_use"]
-    assert compiled == [kernel._cache_size() for kernel in kernels]
+    assert compiled == launch.kernels._cache_size()
 
 
 def test_a_new_plan_of_the_same_size_class_compiles_nothing(model: tuple[Any, sf.Plan]) -> None:
     _, plan = model
-    (launch,) = executor_of(plan)._send
-    compiled = launch._kernel._cache_size()
+    (launch,) = executor_of(plan)._launches
+    compiled = launch.kernels._cache_size()
     shapes, other = small_model(one_gpu_mesh(), lambda rank: gpus()[0], (2, 2))
     params = fresh_params(shapes, np.random.default_rng())
     sf.sync(params, other)
-    assert executor_of(other)._send[0]._kernel is launch._kernel
-    assert launch._kernel._cache_size() == compiled
+    assert executor_of(other)._launches[0].kernels is launch.kernels
+    assert launch.kernels._cache_size() == compiled
 
 
 def test_a_trainer_that_never_sends_is_named_and_the_next_update_heals(model: tuple[Any, sf.Plan]) -> None:
@@ -221,13 +222,13 @@ def test_a_trainer_that_never_sends_is_named_and_the_next_update_heals(model: tu
     params = fresh_params(shapes, np.random.default_rng())
     sf.sync(params, plan)
     executor = executor_of(plan)
-    executor.deadline_ms, sends, executor._send = 200, executor._send, []
-    named = r"finish of ranks 1 \(rollout/0\).* on cuda:0 waited for what rank 0 sends to rank \d, which forwards it"
+    executor.deadline_ms, whole, executor._launches = 200, executor._launches, executor.launches("ready", "finish")
+    named = r"finish of ranks 1 \(rollout/0\).* on cuda:0 waited for what rank \d sends to rank \d, which forwards it"
     with pytest.raises(sf.SyncTimeout, match=named):
         sf.sync(params, plan)
     with pytest.raises(sf.Poisoned, match="SyncTimeout"):
         sf.params(plan)
-    executor.deadline_ms, executor._send = 60_000, sends
+    executor.deadline_ms, executor._launches = 60_000, whole
     params = fresh_params(shapes, np.random.default_rng())
     sf.sync(params, plan)
     sf.verify(params, plan)
@@ -240,11 +241,11 @@ def test_a_send_without_ready_writes_nothing_and_names_who_was_not_ready(model: 
     sf.sync(params, plan)
     before = contents(plan)
     executor = executor_of(plan)
-    (launch,) = executor._send
+    (launch,) = executor.launches("send")
     attempt = executor.begin()._replace(epoch=executor._epoch + 1, deadline_ms=200)  # which no ready has announced
     report = np.asarray(launch.start(attempt, addresses_of(fresh_params(shapes, np.random.default_rng()), plan)))
-    assert "send of rank 0" in launch.work.fault(int(report[0]))
-    assert "waited for ready of ranks 1 (rollout/0)" in launch.work.fault(int(report[0]))
+    assert "send of rank 0" in launch.works[0].fault(int(report[0]))
+    assert "waited for ready of ranks 1 (rollout/0)" in launch.works[0].fault(int(report[0]))
     for key, flat in contents(plan).items():
         assert np.array_equal(flat.view(np.uint8), before[key].view(np.uint8))
 
@@ -256,17 +257,17 @@ def test_a_writer_that_comes_too_late_writes_nothing(model: tuple[Any, sf.Plan])
     executor = executor_of(plan)
     old = executor.begin()
     sf.sync(params, plan)
-    (launch,) = executor._send
+    (launch,) = executor.launches("send")
     report = np.asarray(launch.start(old, addresses_of(late, plan)))
-    assert "came after a later attempt had begun" in launch.work.fault(int(report[0]))
+    assert "came after a later attempt had begun" in launch.works[0].fault(int(report[0]))
     assert sf.verify(params, plan) == plan.target_nbytes
 
 
 def addresses_of(params: Any, plan: sf.Plan) -> np.ndarray:
     from shardfly_jax.update import bound_sources
 
-    arrays = bound_sources(params, plan)
-    return np.array([arrays[key].unsafe_buffer_pointer() for key in executor_of(plan).source_keys], np.uint64)
+    addresses = bound_sources(params, plan).addresses
+    return np.array([addresses[key] for key in executor_of(plan).source_keys], np.uint64)
 
 
 def test_computations_queued_before_sync_see_the_old_weights_and_later_ones_the_new(model: tuple[Any, sf.Plan]) -> None:
@@ -300,10 +301,11 @@ def test_a_deleted_buffer_is_stale_and_nothing_is_written(model: tuple[Any, sf.P
         sf.sync(params, plan)
 
 
-def trained(plan: sf.Plan) -> Callable[..., Any]:
-    """A jitted step that donates, and ends with a send."""
+def trained(traces: list[int]) -> Callable[..., Any]:
+    """A jitted step that donates, ends with a send, and notes when it is traced."""
 
     def step(params: Any, moment: Any, x: jax.Array, sender: Any) -> tuple[Any, Any]:
+        traces.append(1)
         moment = jax.tree.map(lambda m, p: 0.9 * m + 0.01 * p * x, moment, params)
         params = jax.tree.map(jnp.subtract, params, moment)
         return sf.send(params, sender), moment
@@ -314,7 +316,8 @@ def trained(plan: sf.Plan) -> Callable[..., Any]:
 def check_steps(shapes: Any, plan: sf.Plan, steps: int = 4) -> None:
     params = fresh_params(shapes, np.random.default_rng())
     moment = jax.tree.map(jnp.zeros_like, params)
-    step = trained(plan)
+    traces: list[int] = []
+    step = trained(traces)
     pointers = None
     version = plan.version["rollout/0"]
     for k in range(steps):
@@ -325,7 +328,7 @@ def check_steps(shapes: Any, plan: sf.Plan, steps: int = 4) -> None:
         assert pointers in (None, now)
         pointers = now
         assert plan.version["rollout/0"] == version + k + 1
-    assert step._cache_size() == 1
+    assert len(traces) == 1
     sf.sync(params, plan)  # both ways may take turns
     assert sf.verify(params, plan) == plan.target_nbytes
 
@@ -416,6 +419,6 @@ class TestSeveralGpus:
         params = fresh_params(shapes, np.random.default_rng())
         sf.sync(params, plan)
         executor = executor_of(plan)
-        executor.deadline_ms, executor._send = 300, []
+        executor.deadline_ms, executor._launches = 300, executor.launches("finish")
         with pytest.raises(sf.SyncTimeout, match=r"on cuda:1 waited for (send of rank 0 on cuda:0|what rank 0 sends)"):
             sf.sync(params, plan)

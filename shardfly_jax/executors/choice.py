@@ -19,9 +19,11 @@ class Executor(Protocol):
 
     Attributes:
       alignment: Of the sources that it takes, bytes.
+      in_order: Whether what it starts runs behind everything that reads the buffers and was queued before.
     """
 
     alignment: int
+    in_order: bool
 
     def start(self, sources: Sources, progress: Callable[[int], None] | None = None) -> Callable[[], None]:
         """Begins to execute every move of the plan.

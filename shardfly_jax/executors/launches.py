@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from shardfly_jax.pallas_kernels import transfer
 from shardfly_jax.sharding import records
@@ -152,78 +153,97 @@ class Work:
         return f"{self.name} waited for {(self.heads if kind == transfer.HEAD else self.tails)[which].who}"
 
 
-def set_attempt(numbers: np.ndarray, attempt: Attempt, publishes: bool) -> None:
+def set_attempt(
+    numbers: np.ndarray, attempt: Attempt, publishes: np.ndarray | bool, parts: np.ndarray | int = 0
+) -> None:
     """Fills in what changes from update to update.
 
     Args:
       numbers: uint32 [..., words] of launches.
       attempt: Of the update.
-      publishes: Whether the version is set.
+      publishes: Of each part: whether the version is set.
+      parts: First word of each work's numbers.
     """
-    numbers[..., transfer.DEADLINE_MS], numbers[..., transfer.SESSION] = attempt.deadline_ms, attempt.session
-    numbers[..., transfer.EPOCH] = attempt.epoch & 0xFFFFFFFF
-    numbers[..., transfer.NEW_VERSION] = attempt.version & 0xFFFFFFFF if publishes else 0xFFFFFFFF
+    numbers[..., parts + transfer.DEADLINE_MS] = attempt.deadline_ms
+    numbers[..., parts + transfer.SESSION] = attempt.session
+    numbers[..., parts + transfer.EPOCH] = attempt.epoch & 0xFFFFFFFF
+    numbers[..., parts + transfer.NEW_VERSION] = np.where(publishes, attempt.version & 0xFFFFFFFF, 0xFFFFFFFF)
 
 
 class Launch:
-    """One phase on one device, launched once per update by the host.
+    """Work of one device, launched phase by phase by one call of the host, which pays for a call and not for each.
 
     Args:
-      work: What it does.
+      works: What it does, in this order.
       device: Where.
       sources: In which order `start` is given the addresses of buffers that are not fixed.
     """
 
-    def __init__(self, work: Work, device: jax.Device, sources: Sequence[Key]):
-        self.work = work
-        self._numbers, table, words = work.numbers()
+    def __init__(self, works: Sequence[Work], device: jax.Device, sources: Sequence[Key]):
+        self.works = tuple(works)
         place = {key: k for k, key in enumerate(sources)}
-        self._taken = np.array([place[key] for key in work.moving], np.int64)
-        self._low = np.array([words[key] for key in work.moving], np.int64)
-        self._table = jax.device_put(table, device)
+        tables, all_numbers, kernels, taken, low, at = [], [], [], [], [], 0
+        for work in works:
+            numbers, table, words = work.numbers()
+            tables.append(table)
+            all_numbers.append(numbers)
+            kernels.append((work.conversions, work.blocks, work.flags, work.room, 0, at))
+            taken += [place[key] for key in work.moving]
+            low += [at + words[key] for key in work.moving]
+            at += len(numbers)
+        self._numbers, self._parts = np.concatenate(all_numbers), np.array([kernel[-1] for kernel in kernels])
+        self._publishes = np.array([work.publishes for work in works])
+        self._taken, self._low = np.array(taken, np.int64), np.array(low, np.int64)
+        self._tables = jax.device_put(tables, device)
         self._state = jax.device_put(np.zeros(transfer.STATE, np.int32), device)
-        self._kernel = _jitted(work.conversions, work.blocks, work.flags, work.room)
+        self.kernels = _jitted(tuple(kernels), device)
         self._compile()
 
     def _compile(self) -> None:
         """Launches it with nothing to do, so that the first update compiles nothing."""
-        numbers = self._numbers.copy()
-        numbers[[transfer.N_TILES, transfer.RESET, transfer.N_HEADS, transfer.N_TAILS, transfer.N_TELLS]] = 0
-        set_attempt(numbers, Attempt(0, 0, 0, 0), publishes=False)
-        self._launch(numbers).block_until_ready()
+        idle = self._numbers.copy()
+        for word in (transfer.N_TILES, transfer.RESET, transfer.N_HEADS, transfer.N_TAILS, transfer.N_TELLS):
+            idle[self._parts + word] = 0
+        set_attempt(idle, Attempt(0, 0, 0, 0), np.zeros_like(self._publishes), self._parts)
+        self._launch(idle).block_until_ready()
 
     def _launch(self, numbers: np.ndarray) -> jax.Array:
-        report, self._state = self._kernel(self._table, numbers.view(np.int32), self._state)
+        report, self._state = self.kernels(self._tables, numbers.view(np.int32), self._state)
         return report
 
     def start(self, attempt: Attempt, sources: np.ndarray) -> jax.Array:
-        """Launches the phase.
+        """Launches the phases.
 
         Args:
           attempt: Of this update.
           sources: uint64 addresses of the buffers that are not fixed.
 
         Returns:
-          Its report: int32 [1], the error.
+          Their report, in the host's memory: int32 [works], the error of each.
         """
         numbers = self._numbers.copy()
-        set_attempt(numbers, attempt, self.work.publishes)
+        set_attempt(numbers, attempt, self._publishes, self._parts)
         taken = sources[self._taken]
         numbers[self._low], numbers[self._low + 1] = taken & 0xFFFFFFFF, taken >> 32
         return self._launch(numbers)
 
 
 @functools.lru_cache(maxsize=64)
-def _jitted(
-    conversions: tuple[Conversion, ...], blocks: int, flags: int, room: int
-) -> Callable[[jax.Array, np.ndarray, jax.Array], tuple[jax.Array, jax.Array]]:
-    kernel = transfer.make_kernel(conversions, blocks, flags, room)
+def _jitted(kernels: tuple[tuple[Any, ...], ...], device: jax.Device) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Kernels by their arguments, in a row.
 
-    def launch(table: jax.Array, numbers: jax.Array, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    They share a state, whose words are zero between them, and which keeps them in order. The reports go to the host on
+    the same stream: fetching them afterwards takes a quarter of a millisecond.
+    """
+    made = [transfer.make_kernel(*kernel) for kernel in kernels]
+
+    def launch(tables: list[jax.Array], numbers: jax.Array, state: jax.Array) -> tuple[jax.Array, jax.Array]:
         ref = jax.new_ref(state)
-        return kernel(table, numbers, ref), jax.freeze(ref)
+        reports = [kernel(table, numbers, ref) for kernel, table in zip(made, tables, strict=True)]
+        return jax.numpy.concatenate(reports), jax.freeze(ref)
 
-    return jax.jit(launch, donate_argnums=2)
+    places = [SingleDeviceSharding(device, memory_kind=kind) for kind in ("pinned_host", "device")]
+    return jax.jit(launch, donate_argnums=2, out_shardings=tuple(places))
 
 
 def size_class(n: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import os
 import secrets
@@ -76,7 +77,7 @@ class PersistentExecutor:
     Attributes:
       deadline_ms: How long a launch may wait for others.
       devices: That hold ranks, in the order in which the kernels number them.
-      sending: What *send* does on each of them that has something to send, by number.
+      works: What each phase does on each of them that takes part in it, by number.
       idle: Gives the work of a device that takes part in a launch and has nothing to do.
       source_keys: Source shards that are read.
 
@@ -87,6 +88,7 @@ class PersistentExecutor:
     def __init__(self, plan: Plan, buffers: Mapping[Key, Shard], source_devices: Mapping[int, jax.Device]):
         self.plan = plan
         self.deadline_ms = DEADLINE_MS
+        self.in_order = len(jax.local_devices(backend="gpu")) == 1  # copies to other GPUs have streams of their own
         self._session, self._epoch, self._version = secrets.randbits(32), 0, 0
         placed = dict(source_devices) | {key[2]: shard.device for key, shard in buffers.items()}
         tables = optable.make_tables(plan, placed, lambda key: (buffers[key].device, buffers[key].address))
@@ -98,12 +100,30 @@ class PersistentExecutor:
         fixed: dict[Key | Inbox, int] = {key: shard.address for key, shard in buffers.items()}
         fixed |= {Inbox(number): array.unsafe_buffer_pointer() for number, array in enumerate(self._inboxes)}
         phases = Phases(plan, tables, self.devices, fixed)
-        self.sending, self.idle = phases.send(), phases.idle
-        self.source_keys = list(dict.fromkeys(key for work in self.sending.values() for key in work.moving))
-        self._ready, self._send, self._finish = (
-            [Launch(work, self.devices[number], self.source_keys) for number, work in of.items()]
-            for of in (phases.ready(), self.sending, phases.finish())
-        )
+        self.works = {"ready": phases.ready(), "send": phases.send(), "finish": phases.finish()}
+        self.idle = phases.idle
+        self.source_keys = list(dict.fromkeys(key for work in self.works["send"].values() for key in work.moving))
+        alone = len(self.devices) == 1
+        self._launches = self.launches("ready", "send", "finish") if alone else self.launches("send", "finish")
+        if not alone:
+            _ = self._readies  # compiled now, not by the first update
+
+    def launches(self, *phases: str) -> list[Launch]:
+        """Launches of some phases, one for each device that has work in them."""
+        works = [
+            [self.works[phase][number] for phase in phases if number in self.works[phase]]
+            for number in range(len(self.devices))
+        ]
+        return [Launch(of, device, self.source_keys) for of, device in zip(works, self.devices, strict=True) if of]
+
+    @functools.cached_property
+    def _readies(self) -> list[Launch]:
+        return self.launches("ready")
+
+    @functools.cached_property
+    def _finishes(self) -> list[Launch]:
+        """Behind sends that are not this executor's."""
+        return self.launches("finish")
 
     def start(self, sources: Sources, progress: Callable[[int], None] | None = None) -> Callable[[], None]:
         """Launches every phase; see `Executor`.
@@ -111,15 +131,14 @@ class PersistentExecutor:
         Raises:
           SyncTimeout: A phase waited for another one beyond the deadline, from what is returned.
         """
-        arrays = [sources[key] for key in self.source_keys]  # alive until the kernels have ended
-        addresses = np.array([array.unsafe_buffer_pointer() for array in arrays], np.uint64)
-        attempt = self.begin()
-        sent = [(launch.work, launch.start(attempt, addresses)) for launch in self._send]
-        finished = self._start(self._finish, attempt)
+        addresses = np.fromiter(map(sources.addresses.__getitem__, self.source_keys), np.uint64, len(self.source_keys))
+        attempt = self._attempt() if len(self.devices) == 1 else self.begin()
+        started = self._start(self._launches, attempt, addresses)
+        alive = [sources]  # until the kernels have ended
 
         def wait() -> None:
-            self._end(_errors([*sent, *finished]))
-            arrays.clear()
+            self._end(_errors(started))
+            alive.clear()
             if progress is not None:
                 progress(self.plan.target_nbytes)
 
@@ -135,7 +154,7 @@ class PersistentExecutor:
         Returns:
           Waits, and raises as what `start` returns.
         """
-        finished = self._start(self._finish, attempt)
+        finished = self._start(self._finishes, attempt)
         return lambda: self._end([*sent(), *_errors(finished)])
 
     def begin(self) -> Attempt:
@@ -143,16 +162,21 @@ class PersistentExecutor:
 
         On a single device it returns at once, as what is launched there afterwards runs afterwards.
         """
-        self._epoch += 1
-        attempt = Attempt(self._session, self._epoch, self._version + 1, self.deadline_ms)
-        ready = self._start(self._ready, attempt)
+        attempt = self._attempt()
+        ready = self._start(self._readies, attempt)
         if len(self.devices) > 1:
             jax.block_until_ready([report for _, report in ready])
         return attempt
 
-    def _start(self, launches: Sequence[Launch], attempt: Attempt) -> list[tuple[Work, jax.Array]]:
-        none = np.zeros(0, np.uint64)
-        return [(launch.work, launch.start(attempt, none)) for launch in launches]
+    def _attempt(self) -> Attempt:
+        self._epoch += 1
+        return Attempt(self._session, self._epoch, self._version + 1, self.deadline_ms)
+
+    def _start(
+        self, launches: Sequence[Launch], attempt: Attempt, sources: np.ndarray | None = None
+    ) -> list[tuple[Launch, jax.Array]]:
+        addresses = np.zeros(0, np.uint64) if sources is None else sources
+        return [(launch, launch.start(attempt, addresses)) for launch in launches]
 
     def _end(self, errors: Sequence[tuple[Work, int]]) -> None:
         """Raises:
@@ -167,6 +191,10 @@ class PersistentExecutor:
         self._version += 1
 
 
-def _errors(reports: Sequence[tuple[Work, jax.Array]]) -> list[tuple[Work, int]]:
-    got = jax.device_get([report for _, report in reports])
-    return [(work, int(report[0])) for (work, _), report in zip(reports, got, strict=True)]
+def _errors(started: Sequence[tuple[Launch, jax.Array]]) -> list[tuple[Work, int]]:
+    reports = jax.device_get([report for _, report in started])
+    return [
+        (work, int(error))
+        for (launch, _), report in zip(started, reports, strict=True)
+        for work, error in zip(launch.works, report, strict=True)
+    ]

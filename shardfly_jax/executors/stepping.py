@@ -82,7 +82,7 @@ class Stepping:
     """
 
     def __init__(self, executor: PersistentExecutor, shardings: dict[str, NamedSharding | SingleDeviceSharding]):
-        plan = executor.plan
+        plan, sending = executor.plan, executor.works["send"]
         names = list(dict.fromkeys(plan.families[f].names[t] for f, t, _ in executor.source_keys))
         operand = {name: k for k, name in enumerate(names)}
         self._place: NamedSharding | SingleDeviceSharding
@@ -96,7 +96,7 @@ class Stepping:
         )
         self.executor = executor
         at = [executor.devices.index(device) for device in devices]
-        self._works = [executor.sending.get(number) or executor.idle(number) for number in at]
+        self._works = [sending.get(number) or executor.idle(number) for number in at]
         tables, numbers = [], []
         for work in self._works:
             held: dict[Key, int] = {key: operand[plan.families[key[0]].names[key[1]]] for key in work.moving}
@@ -108,7 +108,7 @@ class Stepping:
         _, _, bases_at, _ = transfer.launch_size(self._works[0].flags, 0)
         n_addresses = (self._numbers.shape[1] - bases_at) // 2
         self._state = jax.new_ref(jax.device_put(np.zeros(len(devices) * transfer.STATE, np.int32), self._place))
-        first = next(iter(executor.sending.values()))
+        first = next(iter(sending.values()))
         families = {name: plan.families[f] for f in plan.source_families for name in plan.families[f].names}
         self._step = Step(
             tuple(names),

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from shardfly_jax.binding import bind, check_addresses, shards_of
-from shardfly_jax.executors.memory import Key, host_bytes, wait_for_readers
+from shardfly_jax.executors.memory import Key, Sources, host_bytes
 from shardfly_jax.sharding.errors import ParamsMismatch, RegistrationError, ShardflyError, SyncTimeout, WorldError
 from shardfly_jax.transports.choice import choose
 from shardfly_jax.transports.sockets import Incoming, Outgoing
@@ -150,7 +150,7 @@ class Part:
                 run.run()
                 return None
             try:
-                wait_for_readers({shard.device for shard in session.buffers.values()})
+                session.wait_for_readers()
             except BaseException as error:
                 self._withdraw(f"{type(error).__name__} while it waited for readers")
                 raise
@@ -164,14 +164,14 @@ class Part:
                 session.publish(self.own & run.complete, begin["number"])
             return session.handles()
 
-    def _preflight(self, params: Any) -> dict[Key, jax.Array]:
+    def _preflight(self, params: Any) -> Sources:
         session = self.session
         session.check_buffers()
         if not self.sends:
-            return {}
+            return Sources()
         leaves, binding = bind(params, session)
-        jax.block_until_ready([leaf for leaf, want in zip(leaves, binding.expected, strict=True) if want is not None])
         arrays = shards_of(leaves, binding)
+        jax.block_until_ready(list(arrays.values()))
         if other := sorted({str(d) for array in arrays.values() for d in array.devices() if d.platform != "cpu"}):
             raise ParamsMismatch(
                 f"params: they lie on {', '.join(other)}, but zmq reads host memory only. Copy them to a CPU device."
@@ -212,9 +212,9 @@ class Part:
                 self._withdraw(f"{type(error).__name__} while it waited for others")
             raise
 
-    def _prepare(self, begin: Header, sources: dict[Key, jax.Array], progress: Callable[[int], None] | None) -> Run:
+    def _prepare(self, begin: Header, sources: Sources, progress: Callable[[int], None] | None) -> Run:
         memory: dict[Key, np.ndarray] = dict(self._targets)
-        memory.update((key, host_bytes(a.unsafe_buffer_pointer(), a.nbytes)) for key, a in sources.items())
+        memory.update((key, host_bytes(sources.addresses[key], array.nbytes)) for key, array in sources.items())
         return Run(
             self._steps,
             begin,
