@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -91,37 +92,34 @@ def _updating(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
 
 
 def _on_gpu(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    header = ["update", "moved", "kernels", "of the bound", "of an elementwise kernel", "launches with host"]
-    header += [
-        "of the bound",
-        "jitted XLA",
-        "XLA / launches",
-        "sync",
-        "until the last launch",
-        "first",
-        "first jitted step",
-        "grown",
+    header = [
+        "update",
+        "moved",
+        "kernels (of the bound)",
+        "launches with host (of the bound)",
+        "jitted XLA (/ launches)",
     ]
+    header += ["sync", "host until the last launch", "first jitted step", "grown"]
     lines = [
         [
             f"{row['case']}, {row['trainer_dtype']} -> bfloat16",
             f"{row['moved_nbytes'] / 1e9:.2f} GB",
-            f"{statistics.median(secs['whole'] for secs in row['phase_secs']) * 1e3:.2f} ms",
-            f"{row['of_bound']:.3f}",
-            f"{row['of_elementwise']:.3f}",
-            f"{statistics.median(row['launched_secs']) * 1e3:.2f} ms",
-            f"{row['of_bound_with_host']:.3f}",
-            f"{statistics.median(row['xla_secs']) * 1e3:.2f} ms",
-            f"{row['faster_than_xla']:.2f}x",
-            f"{statistics.median(row['sync_secs']) * 1e3:.2f} ms",
-            f"{statistics.median(row['host_secs']) * 1e3:.2f} ms for {row['arrays']} arrays",
-            f"{row['first_secs']:.2f} s",
+            f"{_ms(secs['whole'] for secs in row['phase_secs'])} ({row['of_bound']:.2f})",
+            f"{_ms(row['launched_secs'])} ({row['of_bound_with_host']:.2f})",
+            f"{_ms(row['xla_secs'])} ({row['faster_than_xla']:.2f}x)",
+            _ms(row["sync_secs"]),
+            f"{_ms(row['host_secs'])} for {row['arrays']} arrays",
             f"{row['step_secs'][0]:.2f} s" if "step_secs" in row else "",
             f"{max(row['grown_nbytes'])} B",
         ]
         for row in rows
     ]
     return header, lines
+
+
+def _ms(secs: Iterable[float]) -> str:
+    """The median in milliseconds."""
+    return f"{statistics.median(secs) * 1e3:.2f} ms"
 
 
 def _spread(secs: list[float]) -> str:
