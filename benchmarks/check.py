@@ -67,6 +67,13 @@ GUARDS = {
             Figure(name="faster_than_xla", more_is_better=True, margin=0.1),
         ),
     ),
+    "on_gpus": Guard(
+        keys=("case",),
+        figures=(
+            Figure(name="of_bound", more_is_better=True, margin=0.05),
+            Figure(name="faster_than_today", more_is_better=True, margin=0.1),
+        ),
+    ),
 }
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("planning", "simulated", "updating", "on_gpu")
+RESULTS = ROOT / "benchmarks" / "results"
+PARTS = ("planning", "simulated", "updating", "on_gpu", *(["on_gpus"] if (RESULTS / "on_gpus.json").exists() else []))
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def committed(part: str) -> list[dict[str, Any]]:
-    return json.loads((ROOT / "benchmarks" / "results" / f"{part}.json").read_text())["rows"]
+    return json.loads((RESULTS / f"{part}.json").read_text())["rows"]
 
 
 @pytest.mark.parametrize("part", PARTS)
