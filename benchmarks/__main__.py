@@ -56,7 +56,7 @@ def main() -> None:
         "parts",
         nargs="*",
         metavar="PART",
-        help="planning, simulated, updating (all three by default), on_gpu (needs a GPU), on_gpus (better with two)",
+        help="planning, growth, simulated, updating (all by default), on_gpu (needs a GPU), on_gpus (better with two)",
     )
     parser.add_argument("--tables-only", action="store_true", help="only renew the README's tables from the JSON")
     parser.add_argument("--check", action="store_true", help="compare with the committed results; write nothing")
@@ -67,7 +67,7 @@ def main() -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # of this program; those that it starts take the GPUs
     os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if "on_gpu" in options.parts else "cpu")
     os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-    from benchmarks import on_gpu, on_gpus, planning, simulated, updating
+    from benchmarks import growth, on_gpu, on_gpus, planning, simulated, updating
 
     console = Console()
 
@@ -81,6 +81,7 @@ def main() -> None:
 
     runs: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "planning": lambda: planning.run(report),
+        "growth": lambda: growth.run(report),
         "simulated": lambda: simulated.run(console),
         "updating": lambda: updating.run(console),
         "on_gpu": lambda: on_gpu.run(report),

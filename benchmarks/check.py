@@ -47,6 +47,13 @@ GUARDS = {
             Figure(name="saved_nbytes", more_is_better=False, margin=0.05),
         ),
     ),
+    "growth": Guard(
+        keys=("series", "n"),
+        figures=(
+            Figure(name="moves", more_is_better=False, margin=0.05),
+            Figure(name="saved_nbytes", more_is_better=False, margin=0.05),
+        ),
+    ),
     # computed, so equal on every machine
     "simulated": Guard(
         keys=("model", "trainers", "rollouts", "ranks", "expert_parallel"),

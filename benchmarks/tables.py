@@ -49,6 +49,19 @@ def _planning(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     return header, lines
 
 
+def _growth(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    series = list(dict.fromkeys(row["series"] for row in rows))
+    at = {(row["series"], row["n"]): row for row in rows}
+    exponents = {row["series"]: row["exponent"] for row in rows}
+
+    def cell(name: str, n: int) -> str:
+        row = at.get((name, n))
+        return f"{statistics.median(row['secs']):.3f} s, {row['moves']:,} moves" if row else ""
+
+    lines = [[f"{n:,}", *(cell(name, n) for name in series)] for n in sorted({row["n"] for row in rows})]
+    return ["n", *series], [*lines, ["exponent", *(f"{exponents[name]:.2f}" for name in series)]]
+
+
 def _simulated(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     header = ["model", "cells", "time", "/ bound: median, worst", "/ bound at the kernel's rates: median, worst"]
     header += ["gather + broadcast / ours: least, median, most", "shard to shard / ours: least, median, most"]
@@ -181,6 +194,7 @@ def _spread(secs: list[float]) -> str:
 
 MAKERS = {
     "planning": _planning,
+    "growth": _growth,
     "simulated": _simulated,
     "updating": _updating,
     "on_gpu": _on_gpu,

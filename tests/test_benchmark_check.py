@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PARTS = ("planning", "simulated", "updating", "on_gpu", *(["on_gpus"] if (RESULTS / "on_gpus.json").exists() else []))
+LATER = [part for part in ("growth", "on_gpus") if (RESULTS / f"{part}.json").exists()]
+PARTS = ("planning", "simulated", "updating", "on_gpu", *LATER)
 
 
 @pytest.fixture
