@@ -50,8 +50,9 @@ bench-check: $(RUN_STAMP) ## run them, and fail where a ratio is worse than the 
 test-gpu: $(TEST_STAMP) ## the tests that need a GPU (pip install 'jax[cuda13]' into .venv first)
 	JAX_PLATFORMS=cuda,cpu $(PY) -m pytest -m "gpu or multigpu" $(ARGS)
 
-bench-gpu: $(RUN_STAMP) ## the persistent kernel against its bound and XLA
+bench-gpu: $(RUN_STAMP) ## the persistent kernel against its bound, XLA and, on two GPUs, other systems (they need torch)
 	$(PY) -m benchmarks on_gpu $(ARGS)
+	$(PY) -m benchmarks on_gpus $(ARGS)
 
 clean: ## remove build outputs and caches; .venv stays
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -56,27 +56,38 @@ def main() -> None:
         "parts",
         nargs="*",
         metavar="PART",
-        help="planning, simulated, updating (all three by default), on_gpu (needs a GPU)",
+        help="planning, growth, simulated, updating (all by default), on_gpu (needs a GPU), on_gpus (better with two)",
     )
     parser.add_argument("--tables-only", action="store_true", help="only renew the README's tables from the JSON")
     parser.add_argument("--check", action="store_true", help="compare with the committed results; write nothing")
     options = parser.parse_args()
+    if "on_gpus" in options.parts and len(options.parts) > 1:
+        parser.error("on_gpus goes alone: its programs need all memory of the GPUs")
+    if "on_gpus" in options.parts:
+        os.environ["JAX_PLATFORMS"] = "cpu"  # of this program; those that it starts take the GPUs
     os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if "on_gpu" in options.parts else "cpu")
     os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-    from benchmarks import on_gpu, planning, simulated, updating
+    from benchmarks import growth, on_gpu, on_gpus, planning, simulated, updating
 
     console = Console()
 
     def report(text: str) -> None:
         console.print(f"  {text}")
 
+    def save(part: str, rows: list[dict[str, Any]], failed: list[dict[str, Any]] | None = None) -> None:
+        result = {"machine": machine(), "rows": rows} | ({"failed": failed} if failed else {})
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{part}.json").write_text(json.dumps(result, indent=1) + "\n")
+
     runs: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "planning": lambda: planning.run(report),
+        "growth": lambda: growth.run(report),
         "simulated": lambda: simulated.run(console),
         "updating": lambda: updating.run(console),
         "on_gpu": lambda: on_gpu.run(report),
+        "on_gpus": lambda: on_gpus.run(report, save if not options.check else lambda *_: None),
     }
-    chosen = options.parts or [part for part in runs if part != "on_gpu"]
+    chosen = options.parts or [part for part in runs if not part.startswith("on_gpu")]
     if unknown := [part for part in options.parts if part not in runs]:
         parser.error(f"unknown parts {unknown}; choose from {', '.join(runs)}")
     if options.check:
@@ -89,11 +100,11 @@ def main() -> None:
     if not options.tables_only:
         for part in chosen:
             console.print(f"[bold]{part}[/bold]")
-            result = {"machine": machine(), "rows": runs[part]()}
-            RESULTS.mkdir(exist_ok=True)
-            (RESULTS / f"{part}.json").write_text(json.dumps(result, indent=1) + "\n")
+            rows = runs[part]()
+            if part != "on_gpus":  # which saves as it goes
+                save(part, rows)
     tables.renew(RESULTS, Path(__file__).parents[1] / "README.md")
-    for part in chosen:
+    for part in (*chosen, *(["peers"] if "on_gpus" in chosen else [])):
         print(tables.markdown(part, json.loads((RESULTS / f"{part}.json").read_text())), end="\n\n")
 
 

@@ -47,6 +47,13 @@ GUARDS = {
             Figure(name="saved_nbytes", more_is_better=False, margin=0.05),
         ),
     ),
+    "growth": Guard(
+        keys=("series", "n"),
+        figures=(
+            Figure(name="moves", more_is_better=False, margin=0.05),
+            Figure(name="saved_nbytes", more_is_better=False, margin=0.05),
+        ),
+    ),
     # computed, so equal on every machine
     "simulated": Guard(
         keys=("model", "trainers", "rollouts", "ranks", "expert_parallel"),
@@ -65,6 +72,13 @@ GUARDS = {
         figures=(
             Figure(name="of_bound", more_is_better=True, margin=0.05),
             Figure(name="faster_than_xla", more_is_better=True, margin=0.1),
+        ),
+    ),
+    "on_gpus": Guard(
+        keys=("case",),
+        figures=(
+            Figure(name="of_bound", more_is_better=True, margin=0.05),
+            Figure(name="faster_than_today", more_is_better=True, margin=0.1),
         ),
     ),
 }

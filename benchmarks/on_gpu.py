@@ -160,7 +160,7 @@ def measure(gpu: jax.Device, params: Any, plan: sf.Plan, on_host: bool) -> dict[
         "launched_secs": launched,
         "phase_secs": phase_secs(lambda: executor.start(Sources(sources))(), list(executor.works)),
         "sync_secs": sync,
-        "host_secs": _until_last_launch(executor, lambda: sf.sync(params, plan)),
+        "host_secs": until_last_launch(executor, lambda: sf.sync(params, plan)),
         "xla_secs": timed(lambda: update(params)),
         "grown_nbytes": grown.tolist(),
         "gpu": gpu.device_kind,
@@ -192,7 +192,7 @@ def memory(gpu: jax.Device) -> np.ndarray:
     return np.array([stats.get("bytes_in_use", 0), stats.get("peak_bytes_in_use", 0)])
 
 
-def _until_last_launch(executor: Any, sync: Callable[[], Any]) -> list[float]:
+def until_last_launch(executor: Any, sync: Callable[[], Any]) -> list[float]:
     """Seconds from the call of `sync` until its last launch is on its way, of several calls."""
     secs: list[float] = []
     start = executor.start

@@ -60,14 +60,14 @@ def measure(name: str) -> dict[str, Any]:
     """Plans one case `RUNS` times in this process; the first run also gives the memory."""
     inputs, wanted = CASES[name]
     source, target, mapping = inputs()
-    before = _peak_nbytes()
+    before = peak_nbytes()
     times = []
     for run in range(RUNS):
         start = time.perf_counter()
         plan = sf.make_plan(source, target, mapping)
         times.append(time.perf_counter() - start)
         if run == 0:
-            memory = _peak_nbytes() - before
+            memory = peak_nbytes() - before
     return {
         "case": name,
         "secs": sorted(times)[RUNS // 2],
@@ -77,20 +77,22 @@ def measure(name: str) -> dict[str, Any]:
         "memory_nbytes": memory,
         "moves": len(plan.moves),
         "moves_with_layers": int(plan.moves.count.sum()),
-        "saved_nbytes": _saved_nbytes(plan),
+        "saved_nbytes": saved_nbytes(plan),
         "payload_nbytes": plan.nbytes,
         "staging_nbytes": plan.staging_nbytes,
         "digest": plan.digest,
     }
 
 
-def _saved_nbytes(plan: sf.Plan) -> int:
+def saved_nbytes(plan: sf.Plan) -> int:
+    """Bytes of its file."""
     buffer = io.BytesIO()
     plan.save(buffer)
     return buffer.tell()
 
 
-def _peak_nbytes() -> int:
+def peak_nbytes() -> int:
+    """The most memory this process ever held."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -12,15 +12,18 @@ from typing import Any
 
 def markdown(part: str, result: dict[str, Any]) -> str:
     """One part's results as a markdown table, with the machine underneath."""
-    header, lines = {"planning": _planning, "simulated": _simulated, "updating": _updating, "on_gpu": _on_gpu}[part](
-        result["rows"]
-    )
+    header, lines = MAKERS[part](result["rows"])
     rows = [header, ["---"] + ["---:"] * (len(header) - 1), *lines]
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
     m = result["machine"]
     setup = f"Python {m['python']}, JAX {m['jax']}, NumPy {m['numpy']}, commit {m['commit']}"
     gpus = {row["gpu"] for row in result["rows"] if "gpu" in row}
     where = f"Measured on {', '.join(gpus) or f'{m["cores"]} cores of {m["cpu"]}'}, {setup}."
+    if part == "on_gpus" and result["rows"]:
+        where = f"{_rates(result['rows'][0]['rates'])} {where}"
+    if "failed" in result:
+        names = [row.get("case") or f"{row['what']} ({row['trainer_dtype']})" for row in result["failed"]]
+        where = f"{where} Not measured: {'; '.join(names)}; the JSON says why."
     if part == "simulated":
         within = [sum(row[f] <= 1.1 for row in result["rows"]) for f in ("ratio", "schedule_ratio")]
         where = (
@@ -45,6 +48,19 @@ def _planning(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
         for row in rows
     ]
     return header, lines
+
+
+def _growth(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    series = list(dict.fromkeys(row["series"] for row in rows))
+    at = {(row["series"], row["n"]): row for row in rows}
+    exponents = {row["series"]: row["exponent"] for row in rows}
+
+    def cell(name: str, n: int) -> str:
+        row = at.get((name, n))
+        return f"{statistics.median(row['secs']):.3f} s, {row['moves']:,} moves" if row else ""
+
+    lines = [[f"{n:,}", *(cell(name, n) for name in series)] for n in sorted({row["n"] for row in rows})]
+    return ["n", *series], [*lines, ["exponent", *(f"{exponents[name]:.2f}" for name in series)]]
 
 
 def _simulated(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
@@ -122,9 +138,74 @@ def _ms(secs: Iterable[float]) -> str:
     return f"{statistics.median(secs) * 1e3:.2f} ms"
 
 
+def _on_gpus(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    header = ["update", "over the links", "bound", "launches, median (best)", "of the bound", "sync, median (best)"]
+    header += ["of the bound", "until the last launch", "jit + device_put, median", "/ sync"]
+    lines = [
+        [
+            f"{row['model']}, {row['case']}",
+            " and ".join(f"{n / 1e9:.2f}" for n in _crossing(row["needed_nbytes"])) + " GB",
+            f"{row['bound_secs'] * 1e3:.2f} ms",
+            _median_and_best(row["kernel_secs"]),
+            f"{row['of_bound']:.3f}",
+            _median_and_best(row["sync_secs"]),
+            f"{row['sync_of_bound']:.3f}",
+            f"{_ms(row['host_secs'])} for {row['arrays']} arrays",
+            f"{min(statistics.median(row[key]) for key in ('today_secs', 'jit_secs') if row[key]) * 1e3:.2f} ms",
+            f"{row['faster_than_today']:.2f}x",
+        ]
+        for row in rows
+    ]
+    return header, lines
+
+
+def _crossing(needed: list[list[int]]) -> list[int]:
+    """What each GPU needs of the others, but for those that need nothing."""
+    into = [sum(row[gpu] for k, row in enumerate(needed) if k != gpu) for gpu in range(len(needed))]
+    return [n for n in into if n] or [0]
+
+
+def _rates(rates: dict[str, float]) -> str:
+    one, both = rates["one_way"] / 1e9, rates["both_ways"] / 1e9
+    return f"`cudaMemcpyPeer` in the same run: {one:.1f} GB/s one way, {both:.1f} each way both ways at once."
+
+
+def _peers(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    header = ["way", "GPUs", "trainer", "median (best)", "payload", "our sync", "/ ours"]
+    lines = [
+        [
+            row["what"],
+            " to ".join(map(str, row["gpus"])),
+            row["trainer_dtype"],
+            _median_and_best(row["secs"]),
+            f"{row['payload_nbytes'] / statistics.median(row['secs']) / 1e9:.1f} GB/s",
+            f"{row['our_secs'] * 1e3:.2f} ms" if "our_secs" in row else "",
+            f"{row['over_ours']:.2f}x" if "over_ours" in row else "",
+        ]
+        for row in rows
+    ]
+    return header, lines
+
+
+def _median_and_best(secs: list[float]) -> str:
+    return f"{statistics.median(secs) * 1e3:.2f} ms ({min(secs) * 1e3:.2f})"
+
+
 def _spread(secs: list[float]) -> str:
     ordered = sorted(secs)
     return f"{ordered[0]:.2f} s ({ordered[len(ordered) // 2]:.2f}, {ordered[-1]:.2f})"
+
+
+MAKERS = {
+    "planning": _planning,
+    "growth": _growth,
+    "simulated": _simulated,
+    "updating": _updating,
+    "on_gpu": _on_gpu,
+    "on_gpus": _on_gpus,
+    "peers": _peers,
+}
+"""The table of each part."""
 
 
 def renew(results: Path, readme: Path) -> None:
@@ -133,8 +214,12 @@ def renew(results: Path, readme: Path) -> None:
 
     def table(match: re.Match[str]) -> str:
         part = match.group(1)
-        path = results / f"{part}.json"
-        body = markdown(part, json.loads(path.read_text())) if path.exists() else "(not measured yet)"
-        return f"<!-- table: {part} -->\n{body}\n<!-- end -->"
+        return f"<!-- table: {part} -->\n{shown(results, part)}\n<!-- end -->"
 
     readme.write_text(re.sub(r"<!-- table: (\w+) -->.*?<!-- end -->", table, text, flags=re.DOTALL))
+
+
+def shown(results: Path, part: str) -> str:
+    """What the README shows of a part."""
+    path = results / f"{part}.json"
+    return markdown(part, json.loads(path.read_text())) if path.exists() else "(not measured yet)"

@@ -31,6 +31,19 @@ def make_update(plan: Plan) -> Callable[[Any], dict[str, jax.Array]]:
     Args:
       plan: Made from trees on concrete meshes. Tensors that are aliases are left out: the user ties them.
     """
+    conversion, shardings = make_conversion(plan)
+    converted = jax.jit(conversion)
+
+    def update(params: Any) -> dict[str, jax.Array]:
+        names, leaves, _ = leaf_names(params)
+        placed = jax.device_put(converted(dict(zip(names, leaves, strict=True))), shardings)
+        return jax.block_until_ready(placed)
+
+    return update
+
+
+def make_conversion(plan: Plan) -> tuple[Callable[[dict[str, jax.Array]], dict[str, jax.Array]], dict[str, Any]]:
+    """The conversion alone, to be jitted, from the trainer's tensors by name; and where its outputs belong."""
     wanted = []
     shardings: dict[str, Any] = {}
     for index in plan.target_families:
@@ -40,7 +53,6 @@ def make_update(plan: Plan) -> Callable[[Any], dict[str, jax.Array]]:
             for name in family.names:
                 shardings[f"{family.tree}:{name}"] = plan.targets[family.tree].shardings[name]
 
-    @jax.jit
     def converted(tensors: dict[str, jax.Array]) -> dict[str, jax.Array]:
         def source(name: str, i: int) -> jax.Array:
             return tensors[name_pattern(name).format({FAMILY: i})]
@@ -51,12 +63,7 @@ def make_update(plan: Plan) -> Callable[[Any], dict[str, jax.Array]]:
             out[name] = _build(family.expr, source, i, len(family.cuts)).astype(family.layout.dtype)
         return out
 
-    def update(params: Any) -> dict[str, jax.Array]:
-        names, leaves, _ = leaf_names(params)
-        placed = jax.device_put(converted(dict(zip(names, leaves, strict=True))), shardings)
-        return jax.block_until_ready(placed)
-
-    return update
+    return converted, shardings
 
 
 def _build(expr: Expr, source: Callable[[str, int], jax.Array], i: int, cuts: int) -> jax.Array:

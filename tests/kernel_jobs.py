@@ -81,6 +81,7 @@ class Job:
         *,
         epoch: int | None = None,
         in_step: bool = False,
+        left_out: tuple[int, str] | None = None,
         compile_: Callable[..., Program] = compiled,
     ) -> dict[str, int]:
         """Runs phases of all devices at once.
@@ -90,6 +91,7 @@ class Job:
           seed: Of the schedule.
           epoch: Of the attempt, by default the current one.
           in_step: Whether *send* gets its sources as operands.
+          left_out: A device and the name of a phase that it does not run.
           compile_: Makes the programs.
 
         Returns:
@@ -98,7 +100,12 @@ class Job:
         Raises:
           Fault: The kernel did something wrong.
         """
-        works = [(device, name, work) for name in names for device, work in getattr(self.phases(), name)().items()]
+        works = [
+            (device, name, work)
+            for name in names
+            for device, work in getattr(self.phases(), name)().items()
+            if (device, name) != left_out
+        ]
         launches, filled = [], []
         for _, name, work in works:
             operands = {key: k for k, key in enumerate(work.moving)} if in_step and name == "send" else {}
