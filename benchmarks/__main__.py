@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--tables-only", action="store_true", help="only renew the README's tables from the JSON")
     parser.add_argument("--check", action="store_true", help="compare with the committed results; write nothing")
     options = parser.parse_args()
-    if "on_gpus" in options.parts and len(options.parts) > 1:
+    if "on_gpus" in options.parts and len(options.parts) > 1 and not options.tables_only:
         parser.error("on_gpus goes alone: its programs need all memory of the GPUs")
     if "on_gpus" in options.parts:
         os.environ["JAX_PLATFORMS"] = "cpu"  # of this program; those that it starts take the GPUs
@@ -105,7 +105,8 @@ def main() -> None:
                 save(part, rows)
     tables.renew(RESULTS, Path(__file__).parents[1] / "README.md")
     for part in (*chosen, *(["peers"] if "on_gpus" in chosen else [])):
-        print(tables.markdown(part, json.loads((RESULTS / f"{part}.json").read_text())), end="\n\n")
+        if (path := RESULTS / f"{part}.json").exists():
+            print(tables.markdown(part, json.loads(path.read_text())), end="\n\n")
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def wait_for_readers(devices: set[jax.Device]) -> None:
     """
     jax.effects_barrier()
     for platform in {device.platform for device in devices}:
-        alive = [array for array in jax.live_arrays(platform) if not array.is_deleted()]
+        alive = jax.live_arrays(platform)
         try:
             jax.block_until_ready(alive)
         except (RuntimeError, ValueError):  # somebody's, so wait for each of the others
