@@ -123,7 +123,7 @@ def run(
     """Every way of every job; what has been measured is saved after each.
 
     Args:
-      report, save: As for `on_gpus.run`.
+      report, save: As for `gpu_job.run`.
       ours: Rows of our cases, to compare with.
       found: Of the links.
       deadline: In `time.monotonic()`.
