@@ -81,10 +81,11 @@ CASES = [
     Case(name="fsdp 2 on both to TP 2 on both", trainer=(0, 1), replicas=((0, 1),)),
     Case(name="GPU 0 to a replica on each", replicas=((0,), (1,))),
     Case(name="GPU 0 to two replicas on 1", replicas=((1,), (1,))),
-    Case(name="fsdp 2 on both to a replica on each", trainer=(0, 1), replicas=((0,), (1,))),
     Case(name="GPU 0 to 1, nothing converted", model="matrices"),
     Case(name="GPU 0 to 1, fp8 blocks", quantization="fp8_block"),
     Case(name="GPU 0 to 1, fp8 blocks from float32", dtype="float32", quantization="fp8_block"),
+    # the last, because today's way goes through the host there
+    Case(name="fsdp 2 on both to a replica on each", trainer=(0, 1), replicas=((0,), (1,))),
 ]
 
 

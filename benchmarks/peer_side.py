@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.buckets import Job, Part, Piece, fill
 
-TIMEOUT = datetime.timedelta(seconds=60)
+TIMEOUT = datetime.timedelta(seconds=100)
 POISON = 0x5A
 
 

@@ -31,7 +31,7 @@ from shardfly_jax.sharding.plan import Plan
 from shardfly_jax.sharding.problem import Family
 
 BUCKET_NBYTES = 512 << 20
-SILENCE_SECS = 90
+SILENCE_SECS = 110
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
