@@ -67,7 +67,7 @@ def main() -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # of this program; those that it starts take the GPUs
     os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if "on_gpu" in options.parts else "cpu")
     os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-    from benchmarks import growth, on_gpu, on_gpus, planning, simulated, updating
+    from benchmarks import gpu_job, growth, on_gpu, planning, simulated, updating
 
     console = Console()
 
@@ -85,7 +85,7 @@ def main() -> None:
         "simulated": lambda: simulated.run(console),
         "updating": lambda: updating.run(console),
         "on_gpu": lambda: on_gpu.run(report),
-        "on_gpus": lambda: on_gpus.run(report, save if not options.check else lambda *_: None),
+        "on_gpus": lambda: gpu_job.run(report, save if not options.check else lambda *_: None),
     }
     chosen = options.parts or [part for part in runs if not part.startswith("on_gpu")]
     if unknown := [part for part in options.parts if part not in runs]:

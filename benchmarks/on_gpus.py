@@ -1,11 +1,8 @@
-"""Updates between two GPUs: the persistent kernel against the links' bound, today's way, and other systems' ways.
+"""Updates on several GPUs of one host: each checked, timed, checked again, by a program that holds the GPUs.
 
-Cases run in a program that is watched (`children`), so that a hang costs one case. The bound is the busiest link at the
-rate of `cudaMemcpyPeer`, one way or both ways, measured in the same run (`links`): each GPU gets once what it needs and
-does not hold. Every target is compared on its GPU, bit for bit, with the jitted conversion, after its memory was
-overwritten: before anything is timed, and again afterwards. `peers` runs others' ways on the same tensors.
-
-As a program (`python -m benchmarks.on_gpus CASE ...`) it measures cases, and prints a row for each.
+`python -m benchmarks.on_gpus CASE ...` prints a row for each case (`children`). Every target is compared on its GPU,
+bit for bit, with the jitted conversion, after its memory was overwritten: before anything is timed, and again
+afterwards.
 """
 
 from __future__ import annotations
@@ -13,20 +10,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import statistics
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.profiler import ProfileData
 from jax.sharding import AbstractMesh, Mesh, SingleDeviceSharding
 
 import shardfly_jax as sf
-from benchmarks import children, links, peers
+from benchmarks import children, links
 from benchmarks.on_gpu import RUNS, memory, random_params, timed, until_last_launch
 from shardfly_jax.engines.models import Model
 from shardfly_jax.executors import persistent
@@ -36,11 +35,6 @@ from shardfly_jax.sharding.topology import preset
 from shardfly_jax.today import make_conversion, make_update
 from shardfly_jax.update import bound_sources
 
-BUDGET_SECS = 350
-"""A run ends within this, with what has been measured until then."""
-PEERS_SECS = 130
-"""Of that, what is kept for the peers."""
-SILENCE_SECS = 100
 PATIENCE_SECS = 8
 """What today's way, which may go through the host, is given for its runs."""
 POISON = 0x5A
@@ -88,86 +82,12 @@ CASES = [
     Case(name="fsdp 2 on both to TP 2 on both", trainer=(0, 1), replicas=((0, 1),)),
     Case(name="GPU 0 to a replica on each", replicas=((0,), (1,))),
     Case(name="GPU 0 to two replicas on 1", replicas=((1,), (1,))),
-    Case(name="fsdp 2 on both to a replica on each", trainer=(0, 1), replicas=((0,), (1,))),
     Case(name="GPU 0 to 1, nothing converted", model="matrices"),
     Case(name="GPU 0 to 1, fp8 blocks", quantization="fp8_block"),
     Case(name="GPU 0 to 1, fp8 blocks from float32", dtype="float32", quantization="fp8_block"),
+    # the last, because today's way goes through the host there
+    Case(name="fsdp 2 on both to a replica on each", trainer=(0, 1), replicas=((0,), (1,))),
 ]
-
-
-class Save(Protocol):
-    """Writes the results of a part so far."""
-
-    def __call__(self, part: str, rows: list[dict[str, Any]], failed: list[dict[str, Any]]) -> None:
-        """Replaces what is there."""
-
-
-def run(report: Callable[[str], None], save: Save, budget_secs: float = BUDGET_SECS) -> list[dict[str, Any]]:
-    """All cases, then all peers; what has been measured is saved after each. Returns the rows of our cases."""
-    deadline = time.monotonic() + budget_secs
-    ours: list[dict[str, Any]] = []
-    failed: list[dict[str, Any]] = []
-    nbytes = peers.job_of(sf.engines.model("Qwen3-8B"), "bfloat16").nbytes
-    found: dict[str, Any] = {}
-    try:
-        words = ["-m", "benchmarks.links", str(nbytes)]
-        for row in children.rows(words, silence_secs=SILENCE_SECS, deadline=deadline):
-            found |= row
-    except children.Died as error:
-        if "gpus" not in found:
-            raise
-        failed.append({"case": "cudaMemcpyPeer", "error": str(error)})
-    rate = links.rates(found)
-    report(", ".join(f"{name} {value / 1e9:.1f} GB/s" for name, value in rate.items()))
-    for case in CASES:
-        if case.gpus > found["gpus"]:
-            failed.append({"case": case.name, "error": f"needs {case.gpus} GPUs, and there are {found['gpus']}"})
-    save("on_gpus", ours, failed)
-
-    def programs(names: Sequence[str]) -> Iterator[dict[str, Any]]:
-        return children.rows(
-            ["-m", "benchmarks.on_gpus", *names],
-            silence_secs=SILENCE_SECS,
-            deadline=deadline - PEERS_SECS,
-            env={"JAX_PLATFORMS": "cuda,cpu", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"},
-        )
-
-    for row in children.each([case.name for case in CASES if case.gpus <= found["gpus"]], programs):
-        if "kernel_secs" in row:
-            known = {"gpu": found["gpu"], "rates": rate, "rates_are_of_this_run": "within" in found}
-            ours.append(row | known | against_bound(row, rate))
-            report(summary(ours[-1]))
-        else:
-            failed.append(row)
-            report(f"{row['case']}: {row.get('error') or row['refused']}")
-        save("on_gpus", ours, failed)
-    peers.run(report, save, ours, found, deadline)
-    return ours
-
-
-def against_bound(row: dict[str, Any], rate: dict[str, float]) -> dict[str, float]:
-    """The figures of a row that are ratios."""
-    bound = links.bound_secs(np.array(row["needed_nbytes"]), np.array(row["touched_nbytes"]), rate)
-    launches, sync = statistics.median(row["kernel_secs"]), statistics.median(row["sync_secs"])
-    best_today = min(statistics.median(row[key]) for key in ("today_secs", "jit_secs") if row.get(key))
-    return {
-        "bound_secs": bound,
-        "of_bound": bound / launches,
-        "sync_of_bound": bound / sync,
-        "faster_than_today": best_today / sync,
-    }
-
-
-def summary(row: dict[str, Any]) -> str:
-    """A row in a line."""
-    return (
-        f"{row['case']}: launches {statistics.median(row['kernel_secs']) * 1e3:.2f} ms ({row['of_bound']:.3f} of the "
-        f"bound), sync {statistics.median(row['sync_secs']) * 1e3:.2f} ms ({row['sync_of_bound']:.3f}; "
-        f"{row['faster_than_today']:.2f}x today's way)"
-    )
-
-
-# In the program that holds the GPUs
 
 
 def prepare(case: Case, devices: Sequence[jax.Device], model: Model | None = None) -> tuple[Any, sf.Plan]:
@@ -284,6 +204,8 @@ def measure(
     if hasattr(running, "begin"):
         row["ready_secs"] = timed(running.begin)
     check(params, plan, built)
+    if executor == "persistent":
+        row["kernels"] = kernels(lambda: sf.sync(params, plan))
     if case.sweeps and executor == "persistent":
         row["sweep"] = sweep(params, plan, built, running, sources)
     del built
@@ -292,6 +214,31 @@ def measure(
     topology = preset("h200", gpus_per_host=max(case.gpus, 2), gpu_of_rank=case.places)
     row["predicted_secs"] = plan.simulate(topology).secs
     return row
+
+
+def kernels(update: Callable[[], Any]) -> list[dict[str, Any]] | str:
+    """Our kernels of one update by the GPUs' clocks, from a profile: GPU, start and duration; or why there is none."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                update()
+            (path,) = Path(folder).rglob("*.xplane.pb")
+            found = [
+                (plane.name.rpartition(":")[2], event.start_ns, event.duration_ns)
+                for plane in ProfileData.from_file(str(path)).planes
+                if plane.name.startswith("/device:GPU")
+                for line in plane.lines
+                if "Stream" in line.name
+                for event in line.events
+                if "mosaic" in event.name
+            ]
+    except Exception as error:  # the profiler's, which must not cost the case
+        return f"{type(error).__name__}: {error}"
+    first = min((start for _, start, _ in found), default=0)
+    return [
+        {"gpu": int(gpu), "start_secs": (start - first) / 1e9, "secs": duration / 1e9}
+        for gpu, start, duration in sorted(found, key=lambda kernel: kernel[1])
+    ]
 
 
 def timed_within(work: Callable[[], Any], limit_secs: float) -> list[float]:

@@ -31,7 +31,7 @@ from shardfly_jax.sharding.plan import Plan
 from shardfly_jax.sharding.problem import Family
 
 BUCKET_NBYTES = 512 << 20
-SILENCE_SECS = 90
+SILENCE_SECS = 110
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ def run(
     """Every way of every job; what has been measured is saved after each.
 
     Args:
-      report, save: As for `on_gpus.run`.
+      report, save: As for `gpu_job.run`.
       ours: Rows of our cases, to compare with.
       found: Of the links.
       deadline: In `time.monotonic()`.

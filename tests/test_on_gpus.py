@@ -44,7 +44,8 @@ def module(name: str) -> ModuleType:
 
 
 buckets, children, links = module("buckets"), module("children"), module("links")
-on_gpus, peers, tables = module("on_gpus"), module("peers"), module("tables")
+gpu_job, on_gpus = module("gpu_job"), module("on_gpus")
+peers, tables = module("peers"), module("tables")
 CASES = {case.name: case for case in on_gpus.CASES}
 
 
@@ -63,7 +64,7 @@ def few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_case_compares_every_byte_and_gives_all_that_the_tables_show(name: str) -> None:
     case = CASES[name]
     row = on_gpus.measure(case, jax.devices(), "auto", MODEL)
-    row |= {"gpu": "a CPU", "rates": RATE} | on_gpus.against_bound(row, RATE)
+    row |= {"gpu": "a CPU", "rates": RATE} | gpu_job.against_bound(row, RATE)
     _, plan = on_gpus.prepare(case, jax.devices(), MODEL)
     assert row["checked_nbytes"] == plan.target_nbytes  # this model ties nothing
     assert row["of_bound"] > 0
@@ -301,7 +302,7 @@ def test_a_run_saves_after_each_case_and_sets_peers_beside_ours(
         saved.append((part, len(rows), len(failed)))
         last[part] = {"machine": machine(), "rows": list(rows), "failed": list(failed)}
 
-    ours = on_gpus.run(lambda _: None, save)
+    ours = gpu_job.run(lambda _: None, save)
     assert [row["of_bound"] for row in ours] == [0.5] * (len(CASES) - 2)
     assert saved[:2] == [("on_gpus", 0, 0), ("on_gpus", 1, 0)]
     assert ("on_gpus", len(CASES) - 2, 2) in saved
@@ -320,7 +321,7 @@ def test_one_gpu_runs_what_it_can_and_says_why_not_the_rest(monkeypatch: pytest.
     found = {"gpus": 1, "gpu": "H", "nbytes": 400e9, "within": [0.1]}
     monkeypatch.setattr(children, "rows", fake(found, lambda name: pytest.fail(name)))
     last: dict[str, Any] = {}
-    on_gpus.run(lambda _: None, lambda part, rows, failed: last.update({part: (list(rows), list(failed))}))
+    gpu_job.run(lambda _: None, lambda part, rows, failed: last.update({part: (list(rows), list(failed))}))
     assert [row["error"] for row in last["on_gpus"][1]] == ["needs 2 GPUs, and there are 1"] * len(CASES)
     rows, failed = last["peers"]
     assert {row["way"] for row in failed} == {way.name for way in peers.WAYS if way.name.startswith("nccl")}

@@ -31,9 +31,11 @@ def load(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> Any:
     einops.rearrange(np.zeros(2), "a -> a")  # so that einops takes NumPy for what it is
     for name, module in modules(wire).items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "benchmarks.peer_worker", raising=False)
+    for name in ("benchmarks.peer_side", "benchmarks.peer_worker"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     worker = importlib.import_module("benchmarks.peer_worker")
-    monkeypatch.delitem(sys.modules, "benchmarks.peer_worker")
+    for name in ("benchmarks.peer_side", "benchmarks.peer_worker"):
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(worker, "RUNS", 3)
     return worker, peers
 
