@@ -65,7 +65,11 @@ def rows(
                 try:
                     line = lines.get(timeout=max(patience, 0.0))
                 except queue.Empty:
-                    raise Died(f"said nothing for {patience:.0f} s{_end_of(complaints)}") from None
+                    late = time.monotonic() >= deadline
+                    why = (
+                        "was not ready when the time for all was over" if late else f"said nothing for {patience:.0f} s"
+                    )
+                    raise Died(f"{why}{_end_of(complaints)}") from None
                 if line is None:
                     break
                 if line.startswith(MARK):

@@ -11,21 +11,18 @@ import dataclasses
 import functools
 import gc
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.profiler import ProfileData
 from jax.sharding import AbstractMesh, Mesh, SingleDeviceSharding
 
 import shardfly_jax as sf
-from benchmarks import children, links
+from benchmarks import children, links, profiled
 from benchmarks.on_gpu import RUNS, memory, random_params, timed, until_last_launch
 from shardfly_jax.engines.models import Model
 from shardfly_jax.executors import persistent
@@ -217,28 +214,11 @@ def measure(
 
 
 def kernels(update: Callable[[], Any]) -> list[dict[str, Any]] | str:
-    """Our kernels of one update by the GPUs' clocks, from a profile: GPU, start and duration; or why there is none."""
+    """Our kernels of one update by the GPUs' clocks; or why there is no profile, which must not cost the case."""
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder):
-                update()
-            (path,) = Path(folder).rglob("*.xplane.pb")
-            found = [
-                (plane.name.rpartition(":")[2], event.start_ns, event.duration_ns)
-                for plane in ProfileData.from_file(str(path)).planes
-                if plane.name.startswith("/device:GPU")
-                for line in plane.lines
-                if "Stream" in line.name
-                for event in line.events
-                if "mosaic" in event.name
-            ]
-    except Exception as error:  # the profiler's, which must not cost the case
+        return [span._asdict() for span in profiled.spans(update, 1)]
+    except Exception as error:
         return f"{type(error).__name__}: {error}"
-    first = min((start for _, start, _ in found), default=0)
-    return [
-        {"gpu": int(gpu), "start_secs": (start - first) / 1e9, "secs": duration / 1e9}
-        for gpu, start, duration in sorted(found, key=lambda kernel: kernel[1])
-    ]
 
 
 def timed_within(work: Callable[[], Any], limit_secs: float) -> list[float]:

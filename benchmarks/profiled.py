@@ -1,16 +1,44 @@
-"""Times of kernels by the GPU's own clock, from a profile."""
+"""Times of our kernels by the GPUs' own clocks, from a profile."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.profiler import ProfileData
 
 PROFILED_RUNS = 5
+
+
+class Span(NamedTuple):
+    """One kernel: its GPU, and when it ran."""
+
+    gpu: int
+    start_secs: float
+    stop_secs: float
+
+
+def spans(update: Callable[[], Any], runs: int) -> list[Span]:
+    """The persistent kernels of several updates, in the order in which they started; the first one starts at 0."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(runs):
+                update()
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        found = sorted(
+            (event.start_ns, event.duration_ns, int(plane.name.rpartition(":")[2]))
+            for plane in ProfileData.from_file(str(path)).planes
+            if plane.name.startswith("/device:GPU")
+            for line in plane.lines
+            if "Stream" in line.name
+            for event in line.events
+            if "mosaic" in event.name
+        )
+    first = found[0][0] if found else 0
+    return [Span(gpu, (start - first) / 1e9, (start - first + nanosecs) / 1e9) for start, nanosecs, gpu in found]
 
 
 def phase_secs(update: Callable[[], Any], phases: list[str]) -> list[dict[str, float]]:
@@ -23,25 +51,12 @@ def phase_secs(update: Callable[[], Any], phases: list[str]) -> list[dict[str, f
     Returns:
       One dict per update: of each phase, and `whole`.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(PROFILED_RUNS):
-                update()
-        (path,) = Path(folder).rglob("*.xplane.pb")
-        spans = sorted(
-            (event.start_ns, event.start_ns + event.duration_ns)
-            for plane in ProfileData.from_file(str(path)).planes
-            if plane.name.startswith("/device:GPU")
-            for line in plane.lines
-            if "Stream" in line.name
-            for event in line.events
-            if "mosaic" in event.name
-        )
-    if len(spans) != PROFILED_RUNS * len(phases):
-        raise RuntimeError(f"{len(spans)} kernels were profiled, but {PROFILED_RUNS} times {phases} were launched.")
+    found = spans(update, PROFILED_RUNS)
+    if len(found) != PROFILED_RUNS * len(phases):
+        raise RuntimeError(f"{len(found)} kernels were profiled, but {PROFILED_RUNS} times {phases} were launched.")
     out = []
-    for first in range(0, len(spans), len(phases)):
-        of = spans[first : first + len(phases)]
-        secs = {phase: (stop - start) / 1e9 for phase, (start, stop) in zip(phases, of, strict=True)}
-        out.append(secs | {"whole": (of[-1][1] - of[0][0]) / 1e9})
+    for first in range(0, len(found), len(phases)):
+        of = found[first : first + len(phases)]
+        secs = {phase: span.stop_secs - span.start_secs for phase, span in zip(phases, of, strict=True)}
+        out.append(secs | {"whole": of[-1].stop_secs - of[0].start_secs})
     return out
