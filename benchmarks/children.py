@@ -65,10 +65,8 @@ def rows(
                 try:
                     line = lines.get(timeout=max(patience, 0.0))
                 except queue.Empty:
-                    late = time.monotonic() >= deadline
-                    why = (
-                        "was not ready when the time for all was over" if late else f"said nothing for {patience:.0f} s"
-                    )
+                    late = "was not ready when the time for all cases was over"
+                    why = late if time.monotonic() >= deadline else f"said nothing for {patience:.0f} s"
                     raise Died(f"{why}{_end_of(complaints)}") from None
                 if line is None:
                     break
