@@ -95,7 +95,7 @@ def _on_gpu(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     header += ["XLA / launches", "sync, median", "until the last launch", "first", "grown"]
     lines = [
         [
-            f"{row['case']}, {row['trainer_dtype']} -> bfloat16",
+            f"{row['case']}, {row['trainer_dtype']} -> {'fp8' if 'fp8' in row['case'] else 'bfloat16'}",
             f"{row['moved_nbytes'] / 1e9:.2f} GB",
             f"{statistics.median(row['kernel_secs']) * 1e3:.2f} ms",
             f"{row['of_bound']:.3f}",
