@@ -1,6 +1,7 @@
 """The persistent kernel on one GPU, against the bound and the best jitted XLA program for the same targets.
 
-Trainer and rollout are one rank each on the same GPU, so bytes are read and written in one memory. The bound is bytes
+Trainer and rollout are one rank each on the same GPU (two trainer ranks where rows are cut), so bytes are read and
+written in one memory. What is quantized has to be read once, also where the kernel reads it twice. The bound is bytes
 read plus written over the rate of `cudaMemcpy` from device to device, measured in the same run; the rate of a plain
 elementwise XLA kernel stands beside it. Kernels are timed by the GPU's clock, from the start of *ready* to the end of
 *finish*, and by the host's, which adds the host's work before and after. Every target is compared bit for bit with
@@ -14,7 +15,7 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 import shardfly_jax as sf
 from benchmarks.profiled import phase_secs
+from shardfly_jax.executors.convert import as_bits
 from shardfly_jax.executors.memory import Sources
 from shardfly_jax.layout import leaf_names
 from shardfly_jax.today import make_update
@@ -41,6 +43,15 @@ MATRICES = [
     ("copied", "bfloat16"),
     ("copied", "float32"),
     ("transposed", "bfloat16"),
+]
+QUANTIZED = [
+    # model, layers, trainer dtype, quantization
+    ("Qwen3-8B", 36, "bfloat16", "fp8_block"),
+]
+CHANNELS = [
+    # how the input axis of 32 matrices of 4096 x 12288 is cut, which become transposed codes with a scale per row
+    ("whole", "bfloat16"),
+    ("cut in two", "bfloat16"),
 ]
 RUNS = 11
 COPIED_NBYTES = 4 << 30
@@ -84,13 +95,12 @@ def run(report: Callable[[str], None]) -> list[dict[str, Any]]:
     gpu = jax.local_devices(backend="gpu")[0]
     rate = rates(gpu)
     rows = []
-    for case in (*MODELS, *MATRICES):
-        params, plan = of_model(gpu, *case) if len(case) == 3 else of_matrices(gpu, *case)
-        label = f"{case[0]}, {case[1]} layers" if len(case) == 3 else f"64 matrices of 4096 x 12288 {case[0]}"
-        report(f"{label}, {case[-1]}")
-        row = {"case": label, "trainer_dtype": case[-1]} | measure(gpu, params, plan, case[0] == MODELS[0][0]) | rate
-        if len(case) == 3:
-            row["step_secs"] = step_secs(params, plan)
+    for label, dtype, make in cases(gpu):
+        report(f"{label}, {dtype}")
+        case = make()
+        row = {"case": label, "trainer_dtype": dtype} | measure(gpu, case) | rate
+        if case.in_step:
+            row["step_secs"] = step_secs(case.params, case.plan)
         launched = statistics.median(row["launched_secs"])
         kernels = statistics.median(secs["whole"] for secs in row["phase_secs"])
         row["bound_secs"] = row["moved_nbytes"] / row["copy_rate"]
@@ -102,21 +112,52 @@ def run(report: Callable[[str], None]) -> list[dict[str, Any]]:
             f"{row['faster_than_xla']:.2f}x XLA, {statistics.median(row['host_secs']) * 1e3:.2f} ms of host"
         )
         rows.append(row)
-        del params, plan
+        del case
     return rows
 
 
-def of_model(gpu: jax.Device, name: str, layers: int, dtype: str) -> tuple[Any, sf.Plan]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Case:
+    """What is measured.
+
+    Attributes:
+      params: Of the trainer.
+      plan: Registered.
+      update: The best jitted XLA program for the same targets, by name.
+      on_host: Whether to compare with the mapping's meaning on the host too.
+      in_step: Whether to send from a jitted step too.
+    """
+
+    params: Any
+    plan: sf.Plan
+    update: Callable[[], dict[str, jax.Array]]
+    on_host: bool = False
+    in_step: bool = False
+
+
+def cases(gpu: jax.Device) -> Iterator[tuple[str, str, Callable[[], Case]]]:
+    """Names and trainer dtypes of all cases, and what makes them."""
+    for name, layers, dtype, *quantization in (*MODELS, *QUANTIZED):
+        label = ", ".join([name, f"{layers} layers", *quantization])
+        yield label, dtype, functools.partial(of_model, gpu, name, layers, dtype, *quantization)
+    for what, dtype in MATRICES:
+        yield f"64 matrices of 4096 x 12288 {what}", dtype, functools.partial(of_matrices, gpu, what, dtype)
+    for cut, dtype in CHANNELS:
+        label = f"32 matrices of 4096 x 12288 transposed, fp8 channels, input axis {cut}"
+        yield label, dtype, functools.partial(of_channels, gpu, cut, dtype)
+
+
+def of_model(gpu: jax.Device, name: str, layers: int, dtype: str, quantization: str | None = None) -> Case:
     """tunix params of a model, and a plan to vLLM's layout."""
     model = dataclasses.replace(sf.engines.model(name), layers=layers)
     one = np.array([gpu]).reshape(1, 1)
     trainer = sf.engines.tunix.trainer(model, Mesh(one, ("fsdp", "tp")), dtype=dtype)
-    rollout = sf.engines.vllm.rollout(model, Mesh(one, ("replica", "tp")))
+    rollout = sf.engines.vllm.rollout(model, Mesh(one, ("replica", "tp")), quantization=quantization)
     plan = sf.make_plan(trainer.params, rollout.params, sf.engines.route(trainer, rollout), allow_cast="*")
-    return random_params(trainer.params), sf.register(plan, executor="persistent")
+    return _case(random_params(trainer.params), plan, on_host=name == MODELS[0][0], in_step=quantization is None)
 
 
-def of_matrices(gpu: jax.Device, what: str, dtype: str) -> tuple[Any, sf.Plan]:
+def of_matrices(gpu: jax.Device, what: str, dtype: str) -> Case:
     """Matrices that only change their dtype, or their layout."""
     place = SingleDeviceSharding(gpu)
     shape = (4096, 12288)
@@ -124,8 +165,35 @@ def of_matrices(gpu: jax.Device, what: str, dtype: str) -> tuple[Any, sf.Plan]:
     to = shape if what == "copied" else shape[::-1]
     target = {name: jax.ShapeDtypeStruct(to, jnp.bfloat16, sharding=place) for name in source}
     moved = {name: sf.src(name) if what == "copied" else sf.src(name).rearrange("a b -> b a") for name in source}
-    plan = sf.make_plan(source, target, sf.Mapping(moved), allow_cast="*")
-    return random_params(source), sf.register(plan, executor="persistent")
+    return _case(random_params(source), sf.make_plan(source, target, sf.Mapping(moved), allow_cast="*"))
+
+
+def of_channels(gpu: jax.Device, cut: str, dtype: str) -> Case:
+    """Matrices [in, out] that become codes [out, in] with a scale per row; if cut, two trainer ranks hold halves."""
+    place, (n_in, n_out) = SingleDeviceSharding(gpu), (4096, 12288)
+    names = [f"w{k}" for k in range(32)]
+    source = {name: jax.ShapeDtypeStruct((n_in, n_out), dtype, sharding=place) for name in names}
+    target = {name: jax.ShapeDtypeStruct((n_out, n_in), jnp.float8_e4m3fn, sharding=place) for name in names}
+    target |= {f"{name}_scale": jax.ShapeDtypeStruct((n_out, 1), jnp.float32, sharding=place) for name in names}
+    format = sf.formats.Fp8Channel()
+    mapping = sf.Mapping(
+        {name: sf.src(name).rearrange("i o -> o i").quantize(format) for name in names}
+        | {f"{name}_scale": sf.scale_of(name) for name in names}
+    )
+    plan, params = sf.make_plan(source, target, mapping), random_params(source)
+    if cut == "whole":
+        return _case(params, plan)
+    whole_update, half = make_update(plan), n_in // 2
+    boxes = {rank: [(rank * half, (rank + 1) * half), (0, n_out)] for rank in range(2)}
+    halves = {name: {0: x[:half], 1: x[half:]} for name, x in params.items()}
+    held = {name: sf.Layout((n_in, n_out), dtype, boxes) for name in names}
+    cut_plan = sf.register(sf.make_plan(held, target, mapping), executor="persistent")
+    return Case(halves, cut_plan, lambda: whole_update(params))
+
+
+def _case(params: Any, plan: sf.Plan, on_host: bool = False, in_step: bool = False) -> Case:
+    update = make_update(plan)
+    return Case(params, sf.register(plan, executor="persistent"), lambda: update(params), on_host, in_step)
 
 
 def random_params(shapes: Any) -> Any:
@@ -135,14 +203,14 @@ def random_params(shapes: Any) -> Any:
     return jax.block_until_ready(params)
 
 
-def measure(gpu: jax.Device, params: Any, plan: sf.Plan, on_host: bool) -> dict[str, Any]:
+def measure(gpu: jax.Device, case: Case) -> dict[str, Any]:
     """One case: checked, then timed."""
+    params, plan = case.params, case.plan
     start = time.perf_counter()
     out = sf.sync(params, plan)
     first = time.perf_counter() - start
-    update = make_update(plan)
-    checked = _compare(out, update(params))
-    if on_host:
+    checked = _compare(out, case.update())
+    if case.on_host:
         sf.verify(params, plan)
     sources = bound_sources(params, plan)
     session = plan.registered()
@@ -161,7 +229,7 @@ def measure(gpu: jax.Device, params: Any, plan: sf.Plan, on_host: bool) -> dict[
         "phase_secs": phase_secs(lambda: executor.start(Sources(sources))(), list(executor.works)),
         "sync_secs": sync,
         "host_secs": until_last_launch(executor, lambda: sf.sync(params, plan)),
-        "xla_secs": timed(lambda: update(params)),
+        "xla_secs": timed(case.update),
         "grown_nbytes": grown.tolist(),
         "gpu": gpu.device_kind,
     }
@@ -226,8 +294,7 @@ def _compare(out: Any, built: dict[str, jax.Array]) -> int:
     """
     names, leaves, _ = leaf_names(out)
     have = dict(zip(names, leaves, strict=True))
-    bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.uint16)
-    equal = jax.jit(lambda a, b: (bits(a) == bits(b)).all())
+    equal = jax.jit(lambda a, b: (as_bits(a) == as_bits(b)).all())
     for key, array in built.items():
         name = key.partition(":")[2]
         if not bool(equal(have[name], array)):

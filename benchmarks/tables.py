@@ -118,7 +118,7 @@ def _on_gpu(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     header += ["sync", "host until the last launch", "first jitted step", "grown"]
     lines = [
         [
-            f"{row['case']}, {row['trainer_dtype']} -> bfloat16",
+            f"{row['case']}, {row['trainer_dtype']} -> {'fp8' if 'fp8' in row['case'] else 'bfloat16'}",
             f"{row['moved_nbytes'] / 1e9:.2f} GB",
             f"{_ms(secs['whole'] for secs in row['phase_secs'])} ({row['of_bound']:.2f})",
             f"{_ms(row['launched_secs'])} ({row['of_bound_with_host']:.2f})",

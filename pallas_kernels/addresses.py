@@ -25,10 +25,12 @@ def ptx(text: str, constraints: str, *args: Int) -> None:
     llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
 
 
-def ptx_value(text: str, constraints: str, *args: Int, bits: int = 32, pure: bool = False) -> Int:
-    """An instruction with one result; a pure one may be moved, merged and dropped."""
-    result = ir.IntegerType.get_signless(bits)
-    return Int(llvm.inline_asm(result, [arg.value for arg in args], text, constraints, has_side_effects=not pure))
+def ptx_value(
+    text: str, constraints: str, *args: Int, bits: int = 32, pure: bool = False, convergent: bool = False
+) -> Int:
+    """An instruction with one result; a pure one may be moved, merged and dropped, a convergent one not split up."""
+    result, operands = ir.IntegerType.get_signless(bits), [arg.value for arg in args]
+    return Int(llvm.inline_asm(result, operands, text, constraints, has_side_effects=not pure, convergent=convergent))
 
 
 def _four(text: str, constraints: str, at: Int) -> list[Int]:
@@ -129,9 +131,24 @@ def store_shared_vector(at: Int, words: Sequence[Int]) -> None:
     ptx("st.shared.v4.u32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r", at, *words)
 
 
+def max_shared(at: Int, word: Int) -> None:
+    """Replaces a word that other threads change by the larger of both."""
+    ptx("red.shared.max.u32 [$0], $1;", "r,r", at, word)
+
+
 def permute_bytes(a: Int, b: Int, selector: int) -> Int:
     """Four of the eight bytes of `b:a`, one hexadecimal digit of the selector each, the lowest first."""
     return ptx_value(f"prmt.b32 $0, $1, $2, 0x{selector:04x};", "=r,r,r", a, b, pure=True)
+
+
+def max_halves(a: Int, b: Int) -> Int:
+    """The larger of the lower and of the upper halves."""
+    return ptx_value("max.u16x2 $0, $1, $2;", "=r,r,r", a, b, pure=True)
+
+
+def max_of_warp(word: Int) -> Int:
+    """The largest word of a warp; all of its threads come here."""
+    return ptx_value("redux.sync.max.u32 $0, $1, 0xffffffff;", "=r,r", word, convergent=True)
 
 
 def unpack(words: Sequence[Int], nbytes: int) -> list[list[Int]]:
@@ -243,6 +260,11 @@ def read_word(at: Int) -> Int:
 def set_if_zero(at: Int, value: Int) -> None:
     """Sets a word that is zero."""
     ptx("{ .reg .u32 old; atom.relaxed.gpu.global.cas.b32 old, [$0], 0, $1; }", "l,r", at, value)
+
+
+def raise_word(at: Int, word: Int) -> None:
+    """Replaces a word, perhaps of another device, by the larger of both, without ordering."""
+    ptx("red.relaxed.sys.global.max.u32 [$0], $1;", "l,r", at, word)
 
 
 def read_flag(at: Int) -> Int:

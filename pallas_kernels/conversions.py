@@ -8,7 +8,20 @@ import numpy as np
 
 from shardfly_jax.pallas_kernels import addresses as m
 from shardfly_jax.pallas_kernels.emit import Int, const
-from shardfly_jax.sharding.formats import Cast, Conversion, Divide, Fill, MulAdd, Step, itemsize, np_dtype, number
+from shardfly_jax.pallas_kernels.floats import flush, narrow, wide
+from shardfly_jax.pallas_kernels.scales import scale
+from shardfly_jax.sharding.formats import (
+    Cast,
+    Conversion,
+    Divide,
+    Fill,
+    MulAdd,
+    Step,
+    ToScale,
+    itemsize,
+    np_dtype,
+    number,
+)
 
 
 def fills(conversion: Conversion) -> bool:
@@ -22,7 +35,7 @@ def convert(conversion: Conversion, element: list[Int]) -> list[Int]:
     Args:
       element: Its words, zero-extended; nothing for a fill.
     """
-    return _follow(conversion.steps, element, conversion.source)[0]
+    return follow(conversion.steps, element, conversion.source)[0]
 
 
 def convert_packed(conversion: Conversion, elements: Sequence[list[Int]]) -> list[Int]:
@@ -30,21 +43,23 @@ def convert_packed(conversion: Conversion, elements: Sequence[list[Int]]) -> lis
     width = itemsize(conversion.target)
     if not conversion.steps or conversion.target != "bfloat16" or not isinstance(conversion.steps[-1], Cast):
         return m.pack([convert(conversion, element) for element in elements], width)
-    before = [_follow(conversion.steps[:-1], element, conversion.source) for element in elements]
-    wide = [_wide(value[0], dtype) for value, dtype in before]
-    return [_narrow_pair(low, high) for low, high in zip(wide[::2], wide[1::2], strict=True)]
+    before = [follow(conversion.steps[:-1], element, conversion.source) for element in elements]
+    values = [wide(value[0], dtype) for value, dtype in before]
+    return [_narrow_pair(low, high) for low, high in zip(values[::2], values[1::2], strict=True)]
 
 
-def _follow(steps: Sequence[Step], value: list[Int], dtype: str) -> tuple[list[Int], str]:
+def follow(steps: Sequence[Step], value: list[Int], dtype: str) -> tuple[list[Int], str]:
     """The words of an element after some steps, and its dtype then."""
     for step in steps:
         match step:
             case Fill(constant, dtype):
                 value = [const(word) for word in fill_words(constant, dtype)]
             case Cast(target):
-                value, dtype = [_narrow(_wide(value[0], dtype), target)], target
+                value, dtype = [narrow(wide(value[0], dtype), target)], target
+            case ToScale(format):
+                value, dtype = [scale(format, value[0])], format.scale_dtype
             case _:
-                value = [_narrow(_compute(step, _wide(value[0], dtype)), dtype)]
+                value = [narrow(_compute(step, wide(value[0], dtype)), dtype)]
     return value, dtype
 
 
@@ -59,10 +74,10 @@ def _compute(step: Step, x: Int) -> Int:
     """A step of arithmetic on float32 bits."""
     match step:
         case MulAdd(factor, addend):
-            x = _flush(_arithmetic("mul", _flush(x), factor))
-            return _flush(_arithmetic("add", x, addend)) if addend else x
+            x = flush(_arithmetic("mul", flush(x), factor))
+            return flush(_arithmetic("add", x, addend)) if addend else x
         case Divide(divisor):
-            return _flush(_arithmetic("div", _flush(x), divisor))
+            return flush(_arithmetic("div", flush(x), divisor))
     raise TypeError(f"conversion step {step!r} has no code")
 
 
@@ -71,33 +86,6 @@ def _arithmetic(op: str, bits: Int, constant: float) -> Int:
     text = f"0f{int(np.float32(constant).view(np.uint32)):08X}"
     code = f"{{ .reg .f32 x; mov.b32 x, $1; {op}.rn.f32 x, x, {text}; mov.b32 $0, x; }}"
     return m.ptx_value(code, "=r,r", bits, pure=True)
-
-
-def _flush(bits: Int) -> Int:
-    """Float32 bits with subnormals replaced by zero of their sign."""
-    return ((bits & 0x7F800000) == 0).where(bits & 0x80000000, bits)
-
-
-def _wide(bits: Int, dtype: str) -> Int:
-    """Bits of a float as bits of the same float32."""
-    if dtype == "bfloat16":
-        return bits << 16
-    if dtype == "float16":
-        code = "{ .reg .b16 h; .reg .f32 x; cvt.u16.u32 h, $1; cvt.f32.f16 x, h; mov.b32 $0, x; }"
-        return m.ptx_value(code, "=r,r", bits, pure=True)
-    return bits
-
-
-def _narrow(bits: Int, dtype: str) -> Int:
-    """Float32 bits rounded to a dtype, to nearest even."""
-    if dtype == "bfloat16":
-        rounded = (bits + ((bits >> 16 & 1) + 0x7FFF)) >> 16
-        nan = (bits >> 16 & 0x8000) | 0x7FC0
-        return ((bits & 0x7FFFFFFF) > 0x7F800000).where(nan, rounded)
-    if dtype == "float16":
-        code = "{ .reg .b16 h; .reg .f32 x; mov.b32 x, $1; cvt.rn.f16.f32 h, x; cvt.u32.u16 $0, h; }"
-        return m.ptx_value(code, "=r,r", bits, pure=True)
-    return bits
 
 
 def _narrow_pair(low: Int, high: Int) -> Int:

@@ -19,7 +19,7 @@ from shardfly_jax.pallas_kernels import addresses as m
 from shardfly_jax.pallas_kernels.conversions import convert, convert_packed, fills
 from shardfly_jax.pallas_kernels.emit import Int, const, for_range, when
 from shardfly_jax.sharding import records as r
-from shardfly_jax.sharding.formats import Conversion, itemsize
+from shardfly_jax.sharding.formats import NOT_FINITE, Conversion, ToScale, itemsize
 
 LOADS_IN_FLIGHT = 16
 """Vector loads that a thread issues before it stores what the first one brought."""
@@ -42,6 +42,7 @@ class Tile:
       rows, columns: Extents of dimensions 3 and 4, in the record's units.
       read, write: Strides of dimensions 3 and 4, bytes, 64 bits.
       remote: Whether the target is in another device's memory.
+      index: Of its first element, for each dimension of the record.
     """
 
     thread: Int
@@ -54,6 +55,7 @@ class Tile:
     read: tuple[Int, Int]
     write: tuple[Int, Int]
     remote: Int
+    index: tuple[Int, ...]
 
     def read_at(self, row: Int, column: Int) -> Int:
         """Source address of an element."""
@@ -88,7 +90,7 @@ def copy_rows_to_peer(tile: Tile, parity: Int) -> None:
 
     for_range(tile.thread, tile.rows, m.THREADS, load)
     m.wait_barrier(tile.barrier, parity)
-    _store_rows(tile, tile.rows, nbytes, nbytes)
+    store_rows(tile, tile.rows, nbytes, nbytes)
 
 
 def straight(tile: Tile, conversion: Conversion) -> None:
@@ -104,12 +106,12 @@ def straight(tile: Tile, conversion: Conversion) -> None:
             items = [first + u * m.THREADS for u in range(each)]
             loaded = []
             for item in items:
-                row, column = _split(item.at_most(total - 1), tile.columns)
+                row, column = split(item.at_most(total - 1), tile.columns)
                 at = tile.read_at(row, column)
                 loaded.append([word for k in range(reads) for word in m.load_vector(at + r.PIECE_NBYTES * k)])
             for item, words in zip(items, loaded, strict=True):
                 with when(item < total):
-                    row, column = _split(item, tile.columns)
+                    row, column = split(item, tile.columns)
                     elements = m.unpack(words, itemsize(conversion.source))
                     store(item, row, column, convert_packed(conversion, elements))
 
@@ -133,7 +135,7 @@ def straight(tile: Tile, conversion: Conversion) -> None:
         m.fence_async()
         m.barrier()
         nbytes = tile.columns * group_nbytes
-        _store_rows(tile, tile.rows, nbytes, nbytes)
+        store_rows(tile, tile.rows, nbytes, nbytes)
 
 
 def transpose(tile: Tile, conversion: Conversion) -> None:
@@ -174,7 +176,7 @@ def transpose(tile: Tile, conversion: Conversion) -> None:
     with when(tile.remote != 0):
         m.fence_async()
         m.barrier()
-        _store_rows(tile, tile.rows, row_nbytes, const(r.TRANSPOSE_ROW_NBYTES))
+        store_rows(tile, tile.rows, row_nbytes, const(r.TRANSPOSE_ROW_NBYTES))
     with when(tile.remote == 0):
         m.barrier()
         piece, first = tile.thread % PIECES, tile.thread // PIECES
@@ -211,8 +213,13 @@ def _transposed(conversion: Conversion, vectors: Sequence[Sequence[Int]]) -> lis
     return [convert_packed(conversion, [column[row] for column in columns]) for row in range(len(columns[0]))]
 
 
-def elements(tile: Tile, conversion: Conversion) -> None:
-    """An `ELEMENTS` tile: an element at a time, straight to its target."""
+def elements(tile: Tile, conversion: Conversion, refuse: Callable[[Int], None]) -> None:
+    """An `ELEMENTS` tile: an element at a time, straight to its target.
+
+    Args:
+      refuse: Notes, where its argument holds, that the maximum of a block is not finite.
+    """
+    makes_scales = any(isinstance(step, ToScale) for step in conversion.steps)
     source_width, target_width = itemsize(conversion.source), itemsize(conversion.target)
     total = tile.rows * tile.columns
 
@@ -220,17 +227,19 @@ def elements(tile: Tile, conversion: Conversion) -> None:
         items = [first + u * m.THREADS for u in range(ELEMENTS_IN_FLIGHT)]
         loaded = []
         for item in items:
-            row, column = _split(item.at_most(total - 1), tile.columns)
+            row, column = split(item.at_most(total - 1), tile.columns)
             loaded.append([] if fills(conversion) else m.load_element(tile.read_at(row, column), source_width))
         for item, words in zip(items, loaded, strict=True):
             with when(item < total):
-                row, column = _split(item, tile.columns)
+                row, column = split(item, tile.columns)
+                if makes_scales and not fills(conversion):
+                    refuse(words[0] > NOT_FINITE - 1)
                 m.store_element(tile.write_at(row, column), convert(conversion, words), target_width)
 
     for_range(tile.thread, total, m.THREADS * ELEMENTS_IN_FLIGHT, body)
 
 
-def _store_rows(tile: Tile, rows: Int, nbytes: Int, pitch: Int) -> None:
+def store_rows(tile: Tile, rows: Int, nbytes: Int, pitch: Int) -> None:
     """Bulk stores of rows of shared memory."""
 
     def store(row: Int) -> None:
@@ -240,7 +249,7 @@ def _store_rows(tile: Tile, rows: Int, nbytes: Int, pitch: Int) -> None:
     m.commit_stores()
 
 
-def _split(k: Int, columns: Int) -> tuple[Int, Int]:
+def split(k: Int, columns: Int) -> tuple[Int, Int]:
     """Row and column of the k-th item."""
     row = k // columns
     return row, k - row * columns

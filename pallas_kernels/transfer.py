@@ -12,6 +12,8 @@ Protocol
     lets anybody write.
   end: a block counts itself as finished after its stores are visible everywhere. The last one tells other devices,
     waits for the flags of those that write here (tails), notes the version, reports, and zeroes the private words.
+  refusals: a block of values that holds NaN or infinity is noted in `REFUSED`, as its record plus one, and the launch
+    goes on. The host learns of it from the report; what was written is void.
   deadline: a wait that goes on when the launch has lasted longer sets `ERROR`. Then no block starts another tile,
     nobody is told, and the report says which wait it was. What was written is void.
 
@@ -31,14 +33,17 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from shardfly_jax.pallas_kernels import addresses as m, tiles
+from shardfly_jax.pallas_kernels.blocks import BlockTile, Side, encode_elements, reduce_elements
 from shardfly_jax.pallas_kernels.conversions import fills
 from shardfly_jax.pallas_kernels.emit import Int, const, for_range, if_else, when, while_loop
 from shardfly_jax.sharding import records as r
 from shardfly_jax.sharding.formats import Conversion
+from shardfly_jax.sharding.quantized_ops import quantizes, quantizes_elements
 
-CLAIMED, FINISHED, ERROR, LAUNCHES, REPORT, STATE = range(6)
-"""Words of a launch's state, and how many there are. REPORT is the error of the last launch, LAUNCHES anything; the
-others are zero between launches."""
+CLAIMED, FINISHED, ERROR, REFUSED, LAUNCHES, REPORT, STATE = *range(6), 7
+"""Words of a launch's state, and how many there are. REPORT and the word behind it are the report of the last launch,
+LAUNCHES anything; the others are zero between launches."""
+REPORT_SIZE = 2
 VERSION, POISONED = range(2)
 """Words of an inbox before its flags."""
 (
@@ -98,8 +103,8 @@ def make_kernel(
 
     Returns:
       `kernel(table, launch, state, *operands)`: int32 [records * WORDS], [words], [STATE], and arrays whose addresses
-      take the place of the first ones of the launch. It changes the state in place and returns int32 [1]: the error, 0
-      if all went well.
+      take the place of the first ones of the launch. It changes the state in place and returns its report, int32 [2]:
+      the error, and the record plus one that met values that are not finite; both 0 if all went well.
     """
 
     def body(table, launch, state, *rest):  # type: ignore[no-untyped-def]
@@ -118,7 +123,7 @@ def make_kernel(
 
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((1,), jnp.int32),
+        out_type=jax.ShapeDtypeStruct((REPORT_SIZE,), jnp.int32),
         grid=(blocks,),
         grid_names=("block",),
         scratch_types=[
@@ -287,7 +292,7 @@ class Block:
 
         def wait() -> Int:
             with when(self.leads):
-                self.await_counter(record, word(r.WAIT), word(r.WAIT_COUNT))
+                self.await_counter(record, word(r.WAIT_INBOX), word(r.WAIT), word(r.WAIT_COUNT))
                 m.store_shared(self.shared + 4, m.read_word(self.state + 4 * ERROR))
             m.barrier()
             m.fence_async()
@@ -297,9 +302,12 @@ class Block:
 
         failed = if_else(word(r.WAIT) != 0xFFFFFFFF, wait, lambda: const(0))
         with when(failed == 0):
-            self.move(tile, kind, convert, parity)
-            with when(word(r.SIGNAL) != 0xFFFFFFFF):
-                self.signal(self.base(word(r.SIGNAL_INBOX)), word(r.SIGNAL))
+            self.move(tile, record, kind, convert, parity)
+            with when((word(r.SIGNAL) & word(r.SIDE_SIGNAL)) != 0xFFFFFFFF):  # one of them is a counter
+                self.publish()
+                for signal in (word(r.SIGNAL), word(r.SIDE_SIGNAL)):
+                    with when(self.leads & (signal != 0xFFFFFFFF)):
+                        self.signal(self.base(word(r.SIGNAL_INBOX)), signal)
         bulk = (failed == 0) & (kind == r.ROWS) & (tile.remote != 0)
         return bulk.where(parity ^ 1, parity)
 
@@ -319,7 +327,7 @@ class Block:
         read = [pair(r.SOURCE_STRIDE + 2 * d) for d in range(r.DIMS)]
         write = [pair(r.TARGET_STRIDE + 2 * d) for d in range(r.DIMS)]
         source = self.base(word(r.SOURCE).at_least(0)) + pair(r.SOURCE_OFFSET)  # a fill reads nothing
-        target = self.base(word(r.TARGET)) + pair(r.TARGET_OFFSET)
+        target = self.base(word(r.TARGET).at_least(0)) + pair(r.TARGET_OFFSET)  # what is only reduced writes nothing
         for d in range(r.DIMS):
             source, target = source + index[d] * read[d], target + index[d] * write[d]
         return tiles.Tile(
@@ -333,33 +341,75 @@ class Block:
             read=(read[3], read[4]),
             write=(write[3], write[4]),
             remote=word(r.REMOTE),
+            index=tuple(index),
         )
 
-    def move(self, tile: tiles.Tile, kind: Int, convert: Int, parity: Int) -> None:
+    def side(self, at: Int, record: Int, tile: tiles.Tile) -> Side:
+        """The side of a tile of a record."""
+        word, pair = functools.partial(m.load_word, at), functools.partial(m.load_pair, at)
+        sizes = word(r.BLOCK_3), word(r.BLOCK_4)
+        steps = [pair(r.SIDE_STRIDE + 2 * d) for d in range(r.DIMS)]
+        first = self.base(word(r.SIDE).at_least(0)) + pair(r.SIDE_OFFSET)  # codes alone have no side
+        blocks = [*tile.index[:3], tile.index[3] // sizes[0], tile.index[4] // sizes[1]]
+        for block, step in zip(blocks, steps, strict=True):
+            first = first + block * step
+        return Side(
+            at=first,
+            steps=(steps[3], steps[4]),
+            sizes=sizes,
+            starts=(tile.index[3] % sizes[0], tile.index[4] % sizes[1]),
+            role=word(r.ROLE),
+            refuse=functools.partial(self.refuse, record),
+        )
+
+    def refuse(self, record: Int, condition: Int) -> None:
+        """Notes a record where a condition holds."""
+        with when(condition):
+            m.set_if_zero(self.state + 4 * REFUSED, record + 1)
+
+    def move(self, tile: tiles.Tile, record: Int, kind: Int, convert: Int, parity: Int) -> None:
         """One tile, by the code of its kind and conversion."""
         with when((kind == r.ROWS) & (tile.remote == 0)):
             tiles.straight(tile, tiles.WORDS_CONVERSION)
         with when((kind == r.ROWS) & (tile.remote != 0)):
             tiles.copy_rows_to_peer(tile, parity)
+        refuse = functools.partial(self.refuse, record)
         for index, conversion in enumerate(self.conversions):
             with when((kind != r.ROWS) & (convert == index)):
-                if not conversion.is_bits and not fills(conversion):
+                if quantizes_elements(conversion):
+                    self.quantize(tile, self.side(self.record_at(record), record, tile), kind, conversion)
+                    continue
+                if not (conversion.is_bits or fills(conversion) or quantizes(conversion)):
                     with when(kind == r.CAST):
                         tiles.straight(tile, conversion)
-                if not fills(conversion):
+                if not (fills(conversion) or quantizes(conversion)):
                     with when(kind == r.TRANSPOSE):
                         tiles.transpose(tile, conversion)
                 with when(kind == r.ELEMENTS):
-                    tiles.elements(tile, conversion)
+                    tiles.elements(tile, conversion, refuse)
+
+    def quantize(self, tile: tiles.Tile, side: Side, kind: Int, conversion: Conversion) -> None:
+        """One tile whose elements are reduced or encoded."""
+        if not fills(conversion):
+            for of, turned in ((r.BLOCK_ROWS, False), (r.BLOCK_TRANSPOSE, True)):
+                with when(kind == of):
+                    BlockTile(tile, side, conversion, turned).run()
+        with when(kind == r.REDUCE_ELEMENTS):
+            reduce_elements(tile, side, conversion)
+        if conversion.encodes is not None:
+            with when(kind == r.ENCODE_ELEMENTS):
+                encode_elements(tile, side, conversion)
+
+    def counter_at(self, inbox: Int, counter: Int) -> Int:
+        """Address of a counter."""
+        return inbox + (m.load_word(self.launch, COUNTERS) + counter) * const(4, 64)
 
     def signal(self, inbox: Int, counter: Int) -> None:
-        """Raises a counter after this tile's stores."""
-        several = m.load_word(self.launch, SEVERAL)
-        self.publish()
-        at = inbox + (m.load_word(self.launch, COUNTERS) + counter) * const(4, 64)
-        with when(self.leads & (several != 0)):
+        """Raises a counter after what was published."""
+        several, at = m.load_word(self.launch, SEVERAL), self.counter_at(inbox, counter)
+        with when(several != 0):
             m.raise_counter(at, "sys")
-        with when(self.leads & (several == 0)):
+        with when(several == 0):
             m.raise_counter(at, "gpu")
 
     def publish(self) -> None:
@@ -386,9 +436,9 @@ class Block:
 
         while_loop([const(0)], condition, lambda _: [const(1)])
 
-    def await_counter(self, record: Int, counter: Int, count: Int) -> None:
+    def await_counter(self, record: Int, inbox: Int, counter: Int, count: Int) -> None:
         """Until a counter has reached a count."""
-        at = self.counters + counter * const(4, 64)
+        at = self.counter_at(self.base(inbox), counter)
         self.poll(lambda: m.read_counter(at) < count, record | COUNTER << ERROR_SHIFT)
 
     def await_flag(self, word: Int, error: Int) -> None:
@@ -438,7 +488,8 @@ class Block:
             with when((error == 0) & (version != 0xFFFFFFFF)):
                 m.store_element(version_at, [version], 4)
                 m.store_element(self.inbox + 4 * POISONED, [zero], 4)
-            m.store_element(self.out, [error], 4)
-            m.store_element(self.state + 4 * REPORT, [error], 4)
-            for word in (CLAIMED, FINISHED, ERROR):
+            for k, reported in enumerate((error, m.read_word(self.state + 4 * REFUSED))):
+                m.store_element(self.out + 4 * k, [reported], 4)
+                m.store_element(self.state + 4 * (REPORT + k), [reported], 4)
+            for word in (CLAIMED, FINISHED, ERROR, REFUSED):
                 m.store_element(self.state + 4 * word, [zero], 4)

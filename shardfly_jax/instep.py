@@ -61,11 +61,11 @@ class receiving:  # a context manager that reads like a phrase
                 try:
                     yield
                 except BaseException:
-                    stepping.errors()  # writers have ended before anybody begins another attempt
+                    stepping.outcomes()  # writers have ended before anybody begins another attempt
                     raise
                 finally:
                     session.sender = None
-                wait = stepping.executor.finish(attempt, stepping.errors)
+                wait = stepping.executor.finish(attempt, stepping.outcomes)
                 self._handles = session.handles()
                 wait()
 

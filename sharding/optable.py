@@ -6,7 +6,8 @@ words at a fixed address, which other devices write into:
 
     0 .. INBOX_FLAGS          the version its buffers hold, and whether they are poisoned: written by itself
     flag(kind, device)        two words: the attempt that `device` has got so far with, see `Flag`
-    counters                  how many tiles of a band have arrived, for the forwards that wait for it
+    counters                  how many tiles of a band have arrived, for the forwards that wait for it, or how many have
+                              been reduced; and slots, the maxima of blocks
 
 Blocks take tiles in rising order, and records stand in the plan's order, so a record waits only for smaller ones.
 """
@@ -15,24 +16,19 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 
 import numpy as np
 
 from shardfly_jax.sharding import records as r
-from shardfly_jax.sharding.formats import Fill, itemsize
+from shardfly_jax.sharding.formats import Amax, Conversion, Encode, Fill, ToScale, itemsize
 from shardfly_jax.sharding.moves import Key, Move, source_key, target_key
-from shardfly_jax.sharding.plan import Plan
+from shardfly_jax.sharding.ops import Counter, Inbox as Inbox, InboxWords, Op, Phase as Phase
+from shardfly_jax.sharding.plan import Plan, staging_sizes
+from shardfly_jax.sharding.quantized_ops import QuantizedOps, quantizes
 
 INBOX_FLAGS = 16
 """Words of an inbox before its flags."""
-
-
-class Phase(enum.Enum):
-    """A phase with records."""
-
-    SEND = "send"
-    FINISH = "finish"
 
 
 class Flag(enum.IntEnum):
@@ -41,13 +37,6 @@ class Flag(enum.IntEnum):
     READY = 0
     SENT = 1
     FORWARDED = 2
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Inbox:
-    """The inbox of a device, as a buffer that a record can name."""
-
-    device: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,13 +64,15 @@ class OpTables:
       devices: In the order in which flags and inboxes number them.
       tables: By device number and phase; devices without records in a phase have none.
       device_of: Device number of each rank.
-      n_counters: Of each device.
+      n_counters: Of each device, slots among them.
+      conversions: What the records name.
     """
 
     devices: tuple[Hashable, ...]
     tables: dict[tuple[int, Phase], OpTable]
     device_of: dict[int, int]
     n_counters: tuple[int, ...]
+    conversions: tuple[Conversion, ...]
 
     def flag(self, kind: Flag, device: int) -> int:
         """Word of an inbox in which `device` speaks."""
@@ -90,7 +81,7 @@ class OpTables:
     @property
     def counters(self) -> int:
         """First counter of an inbox."""
-        return INBOX_FLAGS + 2 * len(Flag) * len(self.devices)
+        return first_counter(len(self.devices))
 
     def ranks_on(self, device: int, phase: Phase | None = None) -> list[int]:
         """Ranks of a device that read in a phase, or (None) whose buffers are written."""
@@ -106,17 +97,23 @@ class OpTables:
         for table in self.tables.values():
             if Inbox(device) in table.buffers:
                 inbox = table.buffers.index(Inbox(device))
-                raises = (table.words[:, r.SIGNAL] == counter) & (table.words[:, r.SIGNAL_INBOX] == inbox)
+                raises = (table.words[:, [r.SIGNAL, r.SIDE_SIGNAL]] == counter).any(axis=1)
+                raises &= table.words[:, r.SIGNAL_INBOX] == inbox
                 found |= {at if at >= 0 else to for (at, to), yes in zip(table.moves, raises, strict=True) if yes}
         return sorted(found)
 
     def targets(self, device: int, phase: Phase) -> list[int]:
-        """Devices whose buffers a device writes in a phase."""
+        """Devices whose buffers or inboxes a device uses in a phase."""
         table = self.tables.get((device, phase))
-        return sorted({self.device_of[rank] for _, rank in table.moves}) if table else []
+        if table is None:
+            return []
+        named = {k for word in (r.SIDE, r.SIGNAL_INBOX, r.TARGET) for k in table.words[:, word].tolist()}
+        used = {table.buffers[k] for k in named if k >= 0}
+        waited = {table.buffers[k] for k in table.words[:, r.WAIT_INBOX].tolist() if k >= 0} - {Inbox(device)}
+        return sorted({key.device if isinstance(key, Inbox) else self.device_of[key[2]] for key in used | waited})
 
     def writers(self, device: int, phase: Phase) -> list[int]:
-        """Devices that write a device's buffers in a phase."""
+        """Devices that use a device's buffers or inbox in a phase."""
         return [d for d in range(len(self.devices)) if device in self.targets(d, phase)]
 
 
@@ -124,51 +121,83 @@ def make_tables(plan: Plan, place: Mapping[int, Hashable], memory: Callable[[Key
     """The tables of all moves of a plan.
 
     Args:
-      plan: Its conversions are named by their index.
+      plan: The plan.
       place: The device of every rank that moves anything.
       memory: Equal for two target buffers that are one (aliases): copying between them is left out.
     """
     devices: dict[Hashable, int] = {}
     device_of = {rank: devices.setdefault(place[rank], len(devices)) for rank in sorted(place)}
-    counters: list[dict[Hashable, int]] = [{} for _ in devices]  # per device: (band, memory) -> number
+    for _, _, owner in staging_sizes(plan):
+        device_of.setdefault(owner, 0)  # a rank that holds slots and nothing else: any device will do
+    conversions: dict[Conversion, int] = {}
+    words = InboxWords(len(devices), first_counter(len(devices)))
     builders: dict[tuple[int, Phase], _Builder] = {}
-    templates = _Templates(plan)
-    waiting: dict[tuple[int, int], list[np.ndarray]] = {}
-    signalling: dict[tuple[int, int], list[np.ndarray]] = {}
-    for move, k in plan.moves.in_order():
-        source, target = source_key(move, k), target_key(move, k)
-        if move.hop and memory(source) == memory(target):
-            continue
-        to = device_of[move.target_rank]
-        at = to if move.source_rank < 0 else device_of[move.source_rank]
-        phase = Phase.FINISH if move.hop or move.source_rank < 0 else Phase.SEND
-        builder = builders.setdefault((at, phase), _Builder())
-        for record in templates.records(move, k):
-            record[r.SOURCE] = builder.buffer(source) if move.source_rank >= 0 else -1
-            record[r.TARGET] = builder.buffer(target)
-            record[r.REMOTE] = at != to
-            if move.band >= 0:
-                number = counters[to].setdefault((move.band, memory(target)), len(counters[to]))
-                record[r.SIGNAL], record[r.SIGNAL_INBOX] = number, builder.buffer(Inbox(to))
-                signalling.setdefault((to, number), []).append(record)
-            if move.hop:
-                number = counters[at].setdefault((move.band, memory(source)), len(counters[at]))
-                record[r.WAIT] = number
-                waiting.setdefault((at, number), []).append(record)
-            builder.add(record, (move.source_rank, move.target_rank))
-    for key, members in signalling.items():
-        arrive = sum(r.n_tiles(record) for record in members)
-        for record in waiting.get(key, []):
+    waiting: dict[Counter, list[np.ndarray]] = {}
+    signalling: dict[Counter, list[tuple[np.ndarray, int]]] = {}
+    for op in _ops(plan, device_of, words, lambda c: conversions.setdefault(c, len(conversions)), memory):
+        builder, record = builders.setdefault((op.at, op.phase), _Builder()), op.record
+        for word, buffer in ((r.SOURCE, op.source), (r.TARGET, op.target), (r.SIDE, op.side)):
+            record[word] = -1 if buffer is None else builder.buffer(buffer)
+        for word, signal in ((r.SIGNAL, op.signal), (r.SIDE_SIGNAL, op.side_signal)):
+            if signal is not None:
+                record[word], record[r.SIGNAL_INBOX] = words.counter(signal), builder.buffer(Inbox(signal.device))
+                signalling.setdefault(signal, []).append((record, word))
+        if op.wait is not None:
+            record[r.WAIT], record[r.WAIT_INBOX] = words.counter(op.wait), builder.buffer(Inbox(op.wait.device))
+            waiting.setdefault(op.wait, []).append(record)
+        builder.add(record, op.ranks)
+    for counter, members in signalling.items():
+        arrive = sum(r.n_tiles(record) for record, _ in members)
+        for record in waiting.get(counter, []):
             record[r.WAIT_COUNT] = arrive
-        if key not in waiting:
-            for record in members:
-                record[r.SIGNAL] = -1
+        if counter not in waiting:
+            for record, word in members:
+                record[word] = -1
     return OpTables(
         tuple(devices),
         {key: builder.table() for key, builder in builders.items()},
         device_of,
-        tuple(len(of) for of in counters),
+        tuple(words.counts),
+        tuple(conversions),
     )
+
+
+def first_counter(devices: int) -> int:
+    """Words of an inbox before its counters."""
+    return INBOX_FLAGS + 2 * len(Flag) * devices
+
+
+def _ops(
+    plan: Plan,
+    device_of: Mapping[int, int],
+    words: InboxWords,
+    convert: Callable[[Conversion], int],
+    memory: Callable[[Key], object],
+) -> Iterator[Op]:
+    """The ops of all expansions, in order."""
+    templates, quantized = _Templates(plan), QuantizedOps(plan, device_of, words, convert, memory)
+    for move, k in plan.moves.in_order():
+        source, target, conversion = source_key(move, k), target_key(move, k), plan.conversions[move.convert]
+        if move.hop and memory(source) == memory(target):
+            continue
+        if quantizes(conversion):
+            yield from quantized.ops(move, k)
+            continue
+        fills = move.source_rank < 0
+        to = device_of[move.target_rank]
+        at = to if fills else device_of[move.source_rank]
+        for record in templates.records(move, k):
+            record[r.CONVERT], record[r.REMOTE] = convert(conversion), at != to
+            yield Op(
+                at=at,
+                phase=Phase.FINISH if move.hop or fills else Phase.SEND,
+                record=record,
+                ranks=(move.source_rank, move.target_rank),
+                source=None if fills else source,
+                target=target,
+                wait=Counter(at, (move.band, memory(source))) if move.hop else None,
+                signal=Counter(to, (move.band, memory(target))) if move.band >= 0 else None,
+            )
 
 
 class _Builder:
@@ -221,19 +250,28 @@ class _Templates:
         out = []
         for template, offset in self.known[move, residue]:
             record = template.copy()
-            record[r.CONVERT] = move.convert
             r.set_source_offset(record, offset + shift - residue)
             out.append(record)
         return out
 
 
+FLOATS = ("float32", "bfloat16", "float16")
+CODES = ("float8_e4m3fn", "int8")
+
+
 def why_unsupported(plan: Plan) -> str | None:
     """Why the kernel cannot do some conversion of a plan; None if it can do all."""
-    if any(conversion.reduces or conversion.encodes is not None for conversion in plan.conversions):
-        return "the plan quantizes, which the kernel does not do yet"
-    floats = {"float32", "bfloat16", "float16"}
     for conversion in plan.conversions:
-        plain = conversion.is_bits or (isinstance(conversion.steps[0], Fill) and len(conversion.steps) == 1)
-        if not plain and not {conversion.source, conversion.target} <= floats:
+        values, target = conversion.steps, conversion.target
+        for at, step in enumerate(conversion.steps):
+            if isinstance(step, Encode) and step.format.codes not in CODES:
+                return f"codes of dtype {step.format.codes} are not among {', '.join(CODES)}"
+            if isinstance(step, Amax | Encode | ToScale):
+                values, target = conversion.steps[:at], "float32"
+                break
+        plain = not values or (isinstance(values[0], Fill) and len(values) == 1)
+        if not values and quantizes(conversion):
+            plain = conversion.source in (*FLOATS, "uint32")
+        if not plain and not {conversion.source, target} <= set(FLOATS):
             return f"conversion {conversion.describe()} is not between float32, bfloat16 and float16"
     return None

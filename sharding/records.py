@@ -2,7 +2,7 @@
 
 A record covers a strided region of up to five dimensions and is cut into *tiles*. Offsets and strides count bytes;
 64-bit fields take two words, the low one first. Dimensions 0 to 2 are walked tile by tile, dimensions 3 and 4 are cut
-into pieces of `TILE_3` and `TILE_4`. There are four kinds:
+into pieces of `TILE_3` and `TILE_4`. There are four kinds of plain ones (`quantized_records` has those that quantize):
 
 * `ROWS`: bits whose runs lie one after the other on both sides. Dimension 4 counts pieces of 16 bytes.
 * `CAST`: the same with a conversion. Dimension 4 counts groups of the fewest elements that are whole pieces of 16 bytes
@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from shardfly_jax.sharding.formats import Conversion, itemsize
+from shardfly_jax.sharding.formats import Conversion, ToScale, itemsize
 
-ROWS, CAST, TRANSPOSE, ELEMENTS = range(1, 5)
+ROWS, CAST, TRANSPOSE, ELEMENTS, BLOCK_ROWS, BLOCK_TRANSPOSE, REDUCE_ELEMENTS, ENCODE_ELEMENTS = range(1, 9)
 DIMS = 5
 PIECE_NBYTES = 16
 """Bytes of a vector load or store."""
@@ -49,6 +49,12 @@ ELEMENTS_TILE_4 = 128
     WAIT_COUNT,
     SIGNAL,  # counter that every finished tile raises by one, -1 for none
     SIGNAL_INBOX,  # index of the buffer that holds that counter
+    WAIT_INBOX,  # index of the buffer that holds the counter of WAIT
+    SIDE,  # index of the buffer that holds slots or scales, -1 for none
+    SIDE_SIGNAL,  # counter for what SIDE gets, beside SIGNAL and in the same buffer; -1 for none
+    ROLE,  # what is read and written beside elements: see `quantized_records`
+    BLOCK_3,  # elements of a block along dimensions 3 and 4
+    BLOCK_4,
     FIRST_TILE,
     END_TILE,  # tile t of a table belongs to the first record whose END_TILE is larger
     TILE_3,
@@ -56,12 +62,15 @@ ELEMENTS_TILE_4 = 128
     TILES_3,
     TILES_4,
     EXTENT,
-) = range(16)
+) = range(22)
 SOURCE_OFFSET = EXTENT + DIMS
 TARGET_OFFSET = SOURCE_OFFSET + 2
 SOURCE_STRIDE = TARGET_OFFSET + 2
 TARGET_STRIDE = SOURCE_STRIDE + 2 * DIMS
-WORDS = 48
+SIDE_OFFSET = TARGET_STRIDE + 2 * DIMS
+SIDE_STRIDE = SIDE_OFFSET + 2
+"""Bytes from block to block."""
+WORDS = 64
 """Length of a record, so that records start on multiples of 64 bytes."""
 
 
@@ -117,7 +126,7 @@ def records_of(region: Region, conversion: Conversion, fills: bool) -> Iterator[
       int64 [WORDS], its kind, tiles per dimension and region filled in.
     """
     read, write = itemsize(conversion.source), itemsize(conversion.target)
-    if not fills:
+    if not fills and not any(isinstance(step, ToScale) for step in conversion.steps):
         straight = _find(region, lambda dim: dim.read == read and dim.write == write)
         if straight is not None and _others_aligned(region, straight, straight):
             group = PIECE_NBYTES // min(read, write)
@@ -192,13 +201,13 @@ def _straight(region: Region, axis: int, conversion: Conversion) -> np.ndarray:
     tile_4 = min(inner.extent, most)
     tile_3 = min(third.extent, most // tile_4) if tile_4 == inner.extent else 1
     kind = ROWS if conversion.is_bits else CAST
-    return _record(kind, region, [*others, third, inner], (tile_3, tile_4))
+    return record(kind, region, [*others, third, inner], (tile_3, tile_4))
 
 
 def _transpose(region: Region, n: int, k: int, write: int) -> np.ndarray:
     others = [dim for axis, dim in enumerate(region.dims) if axis not in (n, k)]
     tiles = (TRANSPOSE_ROWS, TRANSPOSE_ROW_NBYTES // write)
-    return _record(TRANSPOSE, region, [*others, region.dims[n], region.dims[k]], tiles)
+    return record(TRANSPOSE, region, [*others, region.dims[n], region.dims[k]], tiles)
 
 
 def _elements(region: Region, read: int) -> np.ndarray:
@@ -209,22 +218,31 @@ def _elements(region: Region, read: int) -> np.ndarray:
     straight = inner.read == read or third.extent == 1
     tile_4 = min(inner.extent, ELEMENTS_TILE_SIZE if straight else ELEMENTS_TILE_4)
     tile_3 = min(third.extent, max(ELEMENTS_TILE_SIZE // tile_4, 1))
-    return _record(ELEMENTS, region, [*others, third, inner], (tile_3, tile_4))
+    return record(ELEMENTS, region, [*others, third, inner], (tile_3, tile_4))
 
 
-def _record(kind: int, region: Region, dims: list[Dim], tiles: tuple[int, int]) -> np.ndarray:
+def record(kind: int, region: Region, dims: list[Dim], tiles: tuple[int, int]) -> np.ndarray:
+    """A record with its kind, tiles and region filled in.
+
+    Args:
+      kind: One of the kinds.
+      region: Gives the offsets.
+      dims: Of the region, in the record's order; at most `DIMS`.
+      tiles: Extents of dimensions 3 and 4 of a tile.
+    """
     dims = [Dim(1, 0, 0)] * (DIMS - len(dims)) + dims
-    record = np.zeros(WORDS, np.int64)
-    record[[KIND, SOURCE, WAIT, SIGNAL]] = kind, -1, -1, -1
-    record[TILE_3], record[TILE_4] = tiles
-    record[TILES_3], record[TILES_4] = -(-dims[3].extent // tiles[0]), -(-dims[4].extent // tiles[1])
+    out = np.zeros(WORDS, np.int64)
+    out[[KIND, SOURCE, WAIT, WAIT_INBOX, SIGNAL, SIGNAL_INBOX, SIDE, SIDE_SIGNAL]] = kind, *(-1,) * 7
+    out[[BLOCK_3, BLOCK_4]] = 1
+    out[TILE_3], out[TILE_4] = tiles
+    out[TILES_3], out[TILES_4] = -(-dims[3].extent // tiles[0]), -(-dims[4].extent // tiles[1])
     for d, dim in enumerate(dims):
-        record[EXTENT + d] = dim.extent
-        record[SOURCE_STRIDE + 2 * d : SOURCE_STRIDE + 2 * d + 2] = _words(dim.read)
-        record[TARGET_STRIDE + 2 * d : TARGET_STRIDE + 2 * d + 2] = _words(dim.write)
-    record[SOURCE_OFFSET : SOURCE_OFFSET + 2] = _words(region.read)
-    record[TARGET_OFFSET : TARGET_OFFSET + 2] = _words(region.write)
-    return record
+        out[EXTENT + d] = dim.extent
+        out[SOURCE_STRIDE + 2 * d : SOURCE_STRIDE + 2 * d + 2] = words(dim.read)
+        out[TARGET_STRIDE + 2 * d : TARGET_STRIDE + 2 * d + 2] = words(dim.write)
+    out[SOURCE_OFFSET : SOURCE_OFFSET + 2] = words(region.read)
+    out[TARGET_OFFSET : TARGET_OFFSET + 2] = words(region.write)
+    return out
 
 
 def n_tiles(record: np.ndarray) -> int:
@@ -239,8 +257,9 @@ def source_offset(record: np.ndarray) -> int:
 
 def set_source_offset(record: np.ndarray, nbytes: int) -> None:
     """Changes what `source_offset` gives."""
-    record[SOURCE_OFFSET : SOURCE_OFFSET + 2] = _words(nbytes)
+    record[SOURCE_OFFSET : SOURCE_OFFSET + 2] = words(nbytes)
 
 
-def _words(value: int) -> list[int]:
+def words(value: int) -> list[int]:
+    """A 64-bit number as two words, the low one first."""
     return [value & 0xFFFFFFFF, (value >> 32) & 0xFFFFFFFF]

@@ -10,7 +10,7 @@ import numpy as np
 from kernel_interpreter import Allocation, Launch, Machine, Program, compile_kernel
 from random_problems import Case, expected_buffers, source_buffers
 
-from shardfly_jax.executors.launches import Attempt, Work, set_attempt
+from shardfly_jax.executors.launches import Attempt, Outcome, Work, set_attempt
 from shardfly_jax.executors.phases import Phases
 from shardfly_jax.pallas_kernels import transfer
 from shardfly_jax.pallas_kernels.emit import Int
@@ -115,7 +115,7 @@ class Job:
             program = compile_(work.conversions, blocks, work.flags, len(operands), room)
             launch = Allocation("launch", numbers.nbytes, read_only=True)
             state = Allocation("state", np.zeros(transfer.STATE, np.int32))
-            out = Allocation("out", 4)
+            out = Allocation("out", 4 * transfer.REPORT_SIZE)
             table = Allocation("table", words, read_only=True)
             given = [self.sources[key] for key in operands]
             launches.append(Launch(program=program, operands=(table, launch, state, out, *given), blocks=blocks))
@@ -129,7 +129,9 @@ class Job:
         for _, _, _, state, _ in filled:
             words = state.data.view(np.int32)
             assert not words[[transfer.CLAIMED, transfer.FINISHED, transfer.ERROR]].any()
-        return {work.name: int(out.data.view(np.uint32)[0]) for work, _, _, _, out in filled}
+        outcomes = [Outcome.of(work, out.data.view(np.uint32)) for work, _, _, _, out in filled]
+        self.refused = {key for work, _, word in outcomes if (key := work.refused(word))}
+        return {work.name: error for work, error, _ in outcomes}
 
     def _numbers(self, work: Work, operands: dict[Key, int], attempt: Attempt) -> np.ndarray:
         numbers, _, words = work.numbers(operands, len(operands))
@@ -139,12 +141,13 @@ class Job:
             numbers[words[key] : words[key] + 2] = base & 0xFFFFFFFF, base >> 32
         return numbers
 
-    def update(self, seed: int, *, in_step: bool = False, compile_: Callable[..., Program] = compiled) -> None:
-        """One whole update, without errors."""
+    def update(self, seed: int, *, in_step: bool = False, compile_: Callable[..., Program] = compiled) -> set[Key]:
+        """One whole update, without errors; the targets of values that are not finite."""
         self.epoch += 1
         for names in (("ready",), ("send", "finish")):
             errors = self.run(names, seed, in_step=in_step, compile_=compile_)
             assert not any(errors.values()), errors
+        return self.refused
 
     def check(self) -> None:
         """Every byte of every target."""

@@ -146,7 +146,7 @@ class Launches:
     def sender(self, attempt: str) -> str:
         return f"sender of {attempt}"
 
-    def errors(self) -> list[Any]:
+    def outcomes(self) -> list[Any]:
         self.told.append("sends have ended")
         return []
 

@@ -13,7 +13,6 @@ from shardfly_jax.sharding import optable, records as r
 from shardfly_jax.sharding.formats import Conversion, conversion, itemsize, np_dtype
 from shardfly_jax.sharding.moves import Key
 from shardfly_jax.sharding.optable import Flag, Inbox, OpTable, OpTables, Phase
-from shardfly_jax.sharding.plan import Plan
 
 BITS2 = conversion("bfloat16", (), "bfloat16")
 
@@ -82,7 +81,7 @@ def move_tile(
     into[...] = np.ascontiguousarray(value).view(f"V{write}")
 
 
-def follow(tables: OpTables, plan: Plan, memory: dict[Key, np.ndarray]) -> None:
+def follow(tables: OpTables, memory: dict[Key, np.ndarray]) -> None:
     """Executes all tables, one tile at a time: sends first, then what may go on of the rest."""
     counters = [np.zeros(n, int) for n in tables.n_counters]
     queues = {key: list(table.words) for key, table in tables.tables.items()}
@@ -101,15 +100,15 @@ def follow(tables: OpTables, plan: Plan, memory: dict[Key, np.ndarray]) -> None:
                 record = records[0]
                 if record[r.WAIT] >= 0 and counters[device][record[r.WAIT]] < record[r.WAIT_COUNT]:
                     break
-                execute(records.pop(0), table, plan, memory, counters)
+                execute(records.pop(0), table, tables, memory, counters)
         assert sum(map(len, queues.values())) < before, "nothing can go on"
 
 
 def execute(
-    record: np.ndarray, table: OpTable, plan: Plan, memory: dict[Key, np.ndarray], counters: list[np.ndarray]
+    record: np.ndarray, table: OpTable, tables: OpTables, memory: dict[Key, np.ndarray], counters: list[np.ndarray]
 ) -> None:
     source, target = (table.buffers[record[k]] if record[k] >= 0 else None for k in (r.SOURCE, r.TARGET))
-    rule = plan.conversions[record[r.CONVERT]]
+    rule = tables.conversions[record[r.CONVERT]]
     for at, strides, count in tiles_of(record):
         check_tile(record, rule, at, strides, count)
         move_tile(record, rule, at, strides, count, None if source is None else memory[source], memory[target])  # type: ignore[index]
@@ -128,7 +127,7 @@ def test_following_the_records_gives_what_the_mapping_means(case: Case, devices:
     tables = optable.make_tables(plan, {rank: rank % devices for rank in range(plan.ranks)}, lambda key: key)
     want = expected_buffers(case, plan)
     memory = {key: np.full(flat.nbytes, 0xA5, np.uint8) for key, flat in want.items()} | source_buffers(case, plan)
-    follow(tables, plan, memory)
+    follow(tables, memory)
     for key, flat in want.items():
         assert memory[key].tobytes() == flat.tobytes()
 

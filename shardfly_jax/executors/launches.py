@@ -52,6 +52,26 @@ class Attempt(NamedTuple):
     deadline_ms: int
 
 
+class Outcome(NamedTuple):
+    """What a launch reports.
+
+    Attributes:
+      work: What it did.
+      error: Which wait failed, for `Work.fault`.
+      refused: Which record met values that are not finite, for `Work.refused`.
+    """
+
+    work: Work
+    error: int
+    refused: int
+
+    @classmethod
+    def of(cls, work: Work, words: np.ndarray) -> Outcome:
+        """From the report's two words."""
+        error, refused = (int(word) & 0xFFFFFFFF for word in words)
+        return cls(work, error, refused)
+
+
 class Work:
     """What one phase does on one device, as the numbers that its kernel reads.
 
@@ -133,7 +153,7 @@ class Work:
         if self.table:
             words[:n_records] = self.table.words
             place = np.array([*(places[key] for key in self.table.buffers), -1], np.int32)  # -1 names nothing
-            for word in (records.SOURCE, records.TARGET, records.SIGNAL_INBOX):
+            for word in (records.SOURCE, records.TARGET, records.SIDE, records.SIGNAL_INBOX, records.WAIT_INBOX):
                 words[:n_records, word] = place[self.table.words[:, word]]
         return words.reshape(-1)
 
@@ -147,10 +167,24 @@ class Work:
         if kind == transfer.COUNTER:
             assert self.table is not None
             at, to = self.table.moves[which]
-            writers = self._tables.ranks_that_raise(self._device, int(self.table.words[which, records.WAIT]))
+            inbox = self.table.buffers[self.table.words[which, records.WAIT_INBOX]]
+            assert isinstance(inbox, Inbox)
+            writers = self._tables.ranks_that_raise(inbox.device, int(self.table.words[which, records.WAIT]))
             who = " and ".join(f"rank {rank}" for rank in writers)
+            source = int(self.table.words[which, records.SOURCE])
+            if self.table.words[which, records.ROLE] or (source >= 0 and isinstance(self.table.buffers[source], Inbox)):
+                return f"{self.name} waited for the maxima of blocks that {who} finds"
             return f"{self.name} waited for what {who} sends to rank {at}, which forwards it to rank {to}"
         return f"{self.name} waited for {(self.heads if kind == transfer.HEAD else self.tails)[which].who}"
+
+    def refused(self, word: int) -> Key | None:
+        """Which target a report's second word says would be made of values that are not finite."""
+        if not word:
+            return None
+        assert self.table is not None
+        key = self.table.buffers[self.table.words[word - 1, records.TARGET]]
+        assert not isinstance(key, Inbox)
+        return key
 
 
 def set_attempt(
@@ -219,7 +253,7 @@ class Launch:
           sources: uint64 addresses of the buffers that are not fixed.
 
         Returns:
-          Their report, in the host's memory: int32 [works], the error of each.
+          Their reports, in the host's memory: int32 [works * REPORT_SIZE], see `transfer.make_kernel`.
         """
         numbers = self._numbers.copy()
         set_attempt(numbers, attempt, self._publishes, self._parts)

@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import numpy as np
 
-from shardfly_jax.executors.launches import Attempt, Launch, Work
+from shardfly_jax.executors.launches import Attempt, Launch, Outcome
 from shardfly_jax.executors.memory import Key, Shard, Sources
 from shardfly_jax.executors.phases import Phases
+from shardfly_jax.pallas_kernels.transfer import REPORT_SIZE
 from shardfly_jax.sharding import optable
-from shardfly_jax.sharding.errors import SyncTimeout
+from shardfly_jax.sharding.errors import NotFinite, SyncTimeout
 from shardfly_jax.sharding.optable import Inbox
 from shardfly_jax.sharding.plan import Plan
 from shardfly_jax.sharding.records import PIECE_NBYTES
@@ -130,6 +131,7 @@ class PersistentExecutor:
 
         Raises:
           SyncTimeout: A phase waited for another one beyond the deadline, from what is returned.
+          NotFinite: A tensor to be quantized holds NaN or infinity, from what is returned.
         """
         addresses = np.fromiter(map(sources.addresses.__getitem__, self.source_keys), np.uint64, len(self.source_keys))
         attempt = self._attempt() if len(self.devices) == 1 else self.begin()
@@ -137,25 +139,25 @@ class PersistentExecutor:
         alive = [sources]  # until the kernels have ended
 
         def wait() -> None:
-            self._end(_errors(started))
+            self._end(_outcomes(started))
             alive.clear()
             if progress is not None:
                 progress(self.plan.target_nbytes)
 
         return wait
 
-    def finish(self, attempt: Attempt, sent: Callable[[], list[tuple[Work, int]]]) -> Callable[[], None]:
+    def finish(self, attempt: Attempt, sent: Callable[[], list[Outcome]]) -> Callable[[], None]:
         """Launches *finish* of an attempt that `begin` began and a jitted step sends.
 
         Args:
           attempt: From `begin`.
-          sent: Waits for the sends, and returns their errors.
+          sent: Waits for the sends, and returns what they report.
 
         Returns:
           Waits, and raises as what `start` returns.
         """
         finished = self._start(self._finishes, attempt)
-        return lambda: self._end([*sent(), *_errors(finished)])
+        return lambda: self._end([*sent(), *_outcomes(finished)])
 
     def begin(self) -> Attempt:
         """Begins an attempt: launches *ready* everywhere, and returns when all of them have run.
@@ -178,23 +180,31 @@ class PersistentExecutor:
         addresses = np.zeros(0, np.uint64) if sources is None else sources
         return [(launch, launch.start(attempt, addresses)) for launch in launches]
 
-    def _end(self, errors: Sequence[tuple[Work, int]]) -> None:
+    def _end(self, outcomes: Sequence[Outcome]) -> None:
         """Raises:
         SyncTimeout: Some work did not get what it waited for.
+        NotFinite: A tensor to be quantized holds NaN or infinity.
         """
-        faults = [fault for work, error in errors if (fault := work.fault(error & 0xFFFFFFFF))]
+        faults = [fault for work, error, _ in outcomes if (fault := work.fault(error))]
         if faults:
             raise SyncTimeout(
-                f"sync: {len(faults)} of {len(errors)} launches did not get what they waited for within "
+                f"sync: {len(faults)} of {len(outcomes)} launches did not get what they waited for within "
                 f"{self.deadline_ms / 1000:g} s:\n" + "\n".join(f"  - {fault}." for fault in faults)
+            )
+        refused = [key for work, _, word in outcomes if (key := work.refused(word))]
+        if refused:
+            family, tensor, _ = refused[0]
+            raise NotFinite(
+                f"target {self.plan.families[family].name(tensor)!r}: quantize: the values hold NaN or infinity, but a "
+                "scale needs finite values. Look at the trainer's weights."
             )
         self._version += 1
 
 
-def _errors(started: Sequence[tuple[Launch, jax.Array]]) -> list[tuple[Work, int]]:
+def _outcomes(started: Sequence[tuple[Launch, jax.Array]]) -> list[Outcome]:
     reports = jax.device_get([report for _, report in started])
     return [
-        (work, int(error))
+        Outcome.of(work, words)
         for (launch, _), report in zip(started, reports, strict=True)
-        for work, error in zip(launch.works, report, strict=True)
+        for work, words in zip(launch.works, report.reshape(-1, REPORT_SIZE), strict=True)
     ]

@@ -1,9 +1,9 @@
 """The phases of an update, as work for each device: who waits for whom, who tells whom.
 
-*ready* runs on every device with rollout buffers, behind the computations that were queued there before: it zeroes the
-arrival counters and lets the writers write. *send* runs on every device with trainer shards, launched once every other
-device's *ready* has run, and moves. *finish* runs on the rollouts' devices again: it forwards what arrives, waits until
-everything has, and notes the version.
+*ready* runs on every device with rollout buffers or slots, behind the computations that were queued there before: it
+zeroes the arrival counters and the slots, and lets the writers write. *send* runs on every device with trainer shards,
+launched once every other device's *ready* has run, and moves. *finish* runs on the rollouts' devices again: it forwards
+what arrives, waits until everything has, and notes the version.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Phases:
         self.numbers = range(len(devices))
 
     def ready(self) -> dict[int, Work]:
-        """By device number: tells every device that writes this one's buffers."""
-        return {device: self._ready(device) for device in self.numbers if self.tables.ranks_on(device)}
+        """By device number: tells every device that uses this one's buffers or inbox."""
+        return {device: self._ready(device) for device in self.numbers if self._is_used(device)}
 
     def send(self) -> dict[int, Work]:
         """By device number: moves what this device's trainer ranks hold."""
@@ -46,12 +46,15 @@ class Phases:
 
     def finish(self) -> dict[int, Work]:
         """By device number: forwards and fills, then waits for everything that is written to this device."""
-        busy = [d for d in self.numbers if self.tables.ranks_on(d) or (d, Phase.FINISH) in self.tables.tables]
+        busy = [d for d in self.numbers if self._is_used(d) or (d, Phase.FINISH) in self.tables.tables]
         return {device: self._finish(device) for device in busy}
+
+    def _is_used(self, device: int) -> bool:
+        return any(self.tables.writers(device, phase) for phase in Phase)
 
     def _ready(self, device: int) -> Work:
         tables = self.tables
-        writers = {*tables.writers(device, Phase.SEND), *tables.writers(device, Phase.FINISH)}
+        writers = {writer for phase in Phase for writer in tables.writers(device, phase)}
         return self._work(
             f"ready of {self._who(device)}",
             device,
@@ -110,4 +113,4 @@ class Phases:
 
     def _work(self, name: str, device: int, phase: Phase | None, **more) -> Work:  # type: ignore[no-untyped-def]
         """Work on a device, with its records of a phase if there are any."""
-        return Work(name, self.tables, device, phase, self.plan.conversions, self.fixed, **more)
+        return Work(name, self.tables, device, phase, self.tables.conversions, self.fixed, **more)

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from shardfly_jax.executors.launches import Attempt, Work, set_attempt
+from shardfly_jax.executors.launches import Attempt, Outcome, set_attempt
 from shardfly_jax.executors.memory import Key
 from shardfly_jax.executors.persistent import PersistentExecutor
 from shardfly_jax.pallas_kernels import transfer
@@ -126,10 +126,11 @@ class Stepping:
         placed = jax.device_put(numbers.view(np.int32).reshape(-1), self._place)
         return Sender(self._table, placed, self._state, self._step)
 
-    def errors(self) -> list[tuple[Work, int]]:
+    def outcomes(self) -> list[Outcome]:
         """What the last sends reported, once they have ended."""
         words = np.asarray(self._state[...]).reshape(len(self._works), transfer.STATE)
-        return [(work, int(word)) for work, word in zip(self._works, words[:, transfer.REPORT], strict=True)]
+        reports = words[:, transfer.REPORT : transfer.REPORT + transfer.REPORT_SIZE]
+        return [Outcome.of(work, report) for work, report in zip(self._works, reports, strict=True)]
 
 
 def _padded(rows: list[np.ndarray]) -> np.ndarray:

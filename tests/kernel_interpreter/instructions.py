@@ -220,6 +220,26 @@ def _(asm: Asm, match: re.Match[str], operands: list[str]) -> None:
     asm.write(operands[0], f"float_op({match[1]!r}, {', '.join(map(asm.read, operands[1:]))})")
 
 
+@instruction(r"(min|max)\.f32")
+def _(asm: Asm, match: re.Match[str], operands: list[str]) -> None:
+    asm.write(operands[0], f"float_op({match[1]!r}, {', '.join(map(asm.read, operands[1:]))})")
+
+
+@instruction(r"abs\.f32")
+def _(asm: Asm, match: re.Match[str], operands: list[str]) -> None:
+    asm.write(operands[0], f"{asm.read(operands[1])} & 0x7FFFFFFF")
+
+
+@instruction(r"max\.u16x2")
+def _(asm: Asm, match: re.Match[str], operands: list[str]) -> None:
+    asm.write(operands[0], f"max_halves({', '.join(map(asm.read, operands[1:]))})")
+
+
+@instruction(r"redux\.sync\.max\.u32")
+def _(asm: Asm, match: re.Match[str], operands: list[str]) -> None:
+    asm.write(operands[0], asm.effect("max_of_lanes", *map(asm.read, operands[1:]), point=False))
+
+
 @instruction(r"(add|sub)\.[us](32|64)")
 def _(asm: Asm, match: re.Match[str], operands: list[str]) -> None:
     asm.write(operands[0], f"{match[1]}({', '.join(map(asm.read, operands[1:]))}, {match[2]})")
@@ -249,6 +269,17 @@ def _(asm: Asm, match: re.Match[str], operands: list[str]) -> None:
     asm.write(operands[0], f"{low} | {high} << 16")
 
 
+@instruction(r"cvt\.rn\.satfinite\.e4m3x2\.f32")
+def _(asm: Asm, match: re.Match[str], operands: list[str]) -> None:
+    high, low = (f"encode_e4m3(decode({asm.read(x)}, 'f32'))" for x in operands[1:])  # PTX ISA, cvt: a is high
+    asm.write(operands[0], f"{low} | {high} << 8")
+
+
+@instruction(r"cvt\.rni\.s32\.f32")
+def _(asm: Asm, match: re.Match[str], operands: list[str]) -> None:
+    asm.write(operands[0], f"to_integer(decode({asm.read(operands[1])}, 'f32'))")
+
+
 @instruction(r"cvt\.f32\.(f16|bf16)")
 def _(asm: Asm, match: re.Match[str], operands: list[str]) -> None:
     asm.write(operands[0], f"encode(decode({asm.read(operands[1])}, {match[1]!r}), 'f32')")
@@ -266,11 +297,24 @@ def _(asm: Asm, match: re.Match[str], operands: list[str]) -> None:
     asm.write(operands[0], f"({a}) {COMPARISONS[match[1]]} ({b})")
 
 
+@instruction(r"setp\.(eq|lt|le|gt|ge)\.f32")
+def _(asm: Asm, match: re.Match[str], operands: list[str]) -> None:
+    a, b = (f"decode({asm.read(x)}, 'f32')" for x in operands[1:])
+    asm.write(operands[0], f"{a} {COMPARISONS[match[1]]} {b}")
+
+
 @instruction(r"setp\.(num|nan)\.f32")
 def _(asm: Asm, match: re.Match[str], operands: list[str]) -> None:
     a, b = (f"is_nan({asm.read(x)})" for x in operands[1:])
     either = f"({a}) | ({b})"
     asm.write(operands[0], either if match[1] == "nan" else f"negate({either})")
+
+
+@instruction(r"shl\.b32")
+def _(asm: Asm, match: re.Match[str], operands: list[str]) -> None:
+    a, b = map(asm.read, operands[1:])
+    shifted = f"shl(resize({a}, 64), least({b}, 32), 64)"  # PTX ISA, shl: amounts are clamped to 32
+    asm.write(operands[0], f"resize({shifted}, 32)")
 
 
 @instruction(r"shr\.[bu]32")

@@ -197,9 +197,31 @@ def encode(x: np.ndarray, kind: str) -> np.ndarray:
     return np.where(np.isnan(x), np.uint32(NAN[kind]), bits)
 
 
+def encode_e4m3(x: np.ndarray) -> np.ndarray:
+    """Float32 rounded to nearest even in e4m3; beyond its range the largest of its sign (PTX ISA, cvt: .satfinite)."""
+    within = np.clip(x, np.float32(-448), np.float32(448)).astype(ml_dtypes.float8_e4m3fn)
+    return np.where(np.isnan(x), np.uint32(0x7F), within.view(np.uint8).astype(np.uint32))
+
+
+def to_integer(x: np.ndarray) -> np.ndarray:
+    """Float32 rounded to the nearest 32-bit signed integer, ties to even; NaN gives 0 (PTX ISA, cvt)."""
+    wide = np.nan_to_num(np.rint(x.astype(np.float64)), nan=0.0, posinf=2.0**31, neginf=-(2.0**31))
+    return np.clip(wide, -(2.0**31), 2.0**31 - 1).astype(np.int64).astype(np.uint32)
+
+
+def max_halves(a: Value, b: Value) -> np.ndarray:
+    """`max.u16x2`."""
+    a, b = spread(a, 32), spread(b, 32)
+    return np.maximum(a >> np.uint32(16), b >> np.uint32(16)) << np.uint32(16) | np.maximum(a & 0xFFFF, b & 0xFFFF)
+
+
+FLOAT_OPS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide,
+    "min": np.fmin, "max": np.fmax,  # PTX ISA, min: of a number and NaN, the number
+}  # fmt: skip
+
+
 def float_op(op: str, a: Value, b: Value) -> np.ndarray:
     """One float32 operation, rounded to nearest even, subnormals kept."""
     with np.errstate(all="ignore"):
-        return encode({"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}[op](
-            decode(a, "f32"), decode(b, "f32")
-        ), "f32")  # fmt: skip
+        return encode(FLOAT_OPS[op](decode(a, "f32"), decode(b, "f32")), "f32")

@@ -236,6 +236,14 @@ class Warp:
         self.clocks[wanted] = self.clocks[wanted].max(0)
         self.tick()
 
+    def max_of_lanes(self, site: int, mask: np.ndarray, value: object, members: object) -> int:
+        """`redux.sync.max.u32`; it orders nothing."""
+        who = _at(members, mask)
+        wanted = np.array([bool(who >> k & 1) for k in range(LANES)])
+        if not wanted[mask].all() or (wanted & ~mask).any():
+            raise self._misused(site, mask, "is not reached by just its lanes")
+        return value if type(value) is int else int(value[wanted].max())
+
     def sync_block(self, site: int, mask: np.ndarray, number: object, threads: object) -> Iterator[None]:
         if mask is not ALL:
             raise self._misused(site, mask, "is reached by some lanes of a warp only")

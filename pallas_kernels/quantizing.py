@@ -1,0 +1,114 @@
+"""Maxima and codes of elements as emitted code; the meaning is `Amax` and `sharding.quantization.Format.encode`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardfly_jax.pallas_kernels import addresses as m
+from shardfly_jax.pallas_kernels.conversions import follow
+from shardfly_jax.pallas_kernels.emit import Int
+from shardfly_jax.pallas_kernels.floats import flush, wide
+from shardfly_jax.sharding.formats import Amax, Conversion, Encode, Step, ToScale
+from shardfly_jax.sharding.quantization import Format
+
+
+def values_of(conversion: Conversion) -> Conversion:
+    """From elements to what is quantized: the steps before."""
+    steps: list[Step] = []
+    dtype = conversion.source
+    for step in conversion.steps:
+        if isinstance(step, Amax | Encode):
+            break
+        steps.append(step)
+        dtype = step.result_dtype(dtype)
+    return Conversion(conversion.source, tuple(steps), dtype)
+
+
+def format_of(conversion: Conversion) -> Format | None:
+    """Of what comes out; None for bare maxima."""
+    return next((step.format for step in conversion.steps if isinstance(step, ToScale | Encode)), None)
+
+
+def largest(conversion: Conversion, words: Sequence[Int]) -> Int:
+    """Bits of the largest absolute value of some elements; those of subnormals are zero.
+
+    Args:
+      conversion: From `values_of`.
+      words: The elements, packed.
+    """
+    if conversion.is_bits and conversion.source == "bfloat16":  # two at once: their order is that of their bits
+        found = words[0] & 0x7FFF7FFF
+        for word in words[1:]:
+            found = m.max_halves(found, word & 0x7FFF7FFF)
+        return flush((found & 0xFFFF0000).at_least(found << 16))
+    found, *rest = (value & 0x7FFFFFFF for value in _values(conversion, words))
+    for value in rest:
+        found = found.at_least(value)
+    return flush(found)
+
+
+def codes(conversion: Conversion, format: Format, words: Sequence[Int], factor: Int) -> list[Int]:
+    """The codes of some elements, packed; at least four.
+
+    Args:
+      conversion: From `values_of`.
+      words: The elements, packed.
+      factor: Of their block, from `scales.factor`.
+    """
+    values = _values(conversion, words)
+    pairs = [_codes_of_pair(format, low, high, factor) for low, high in zip(values[::2], values[1::2], strict=True)]
+    return [m.permute_bytes(low, high, 0x5410) for low, high in zip(pairs[::2], pairs[1::2], strict=True)]
+
+
+def code(conversion: Conversion, format: Format, element: list[Int], factor: Int) -> Int:
+    """The code of one element, given as its words."""
+    value = _value(conversion, element)
+    return _codes_of_pair(format, value, value, factor) & 0xFF
+
+
+def largest_of(conversion: Conversion, element: list[Int]) -> Int:
+    """`largest` of one element, given as its words; nothing for a fill."""
+    return flush(_value(conversion, element) & 0x7FFFFFFF)
+
+
+def _values(conversion: Conversion, words: Sequence[Int]) -> list[Int]:
+    """Elements as float32 bits."""
+    width = 2 if conversion.source in ("bfloat16", "float16") else 4
+    if conversion.is_bits and conversion.source == "bfloat16":
+        return [half for word in words for half in (word << 16, word & 0xFFFF0000)]
+    return [_value(conversion, element) for element in m.unpack(words, width)]
+
+
+def _value(conversion: Conversion, element: list[Int]) -> Int:
+    value, dtype = follow(conversion.steps, element, conversion.source)
+    return wide(value[0], dtype)
+
+
+def _codes_of_pair(format: Format, low: Int, high: Int, factor: Int) -> Int:
+    """The codes of two values, the first one in the lowest byte, zeros above both.
+
+    A subnormal counts as a zero of its sign. Clamped first: then no finite value becomes NaN or wraps.
+    """
+    op = "div" if format.formula == "divide" and format.scale == "float32" else "mul"
+    limit = int(np.float32(format.largest).view(np.uint32))
+
+    def one(x: str) -> str:
+        return (
+            f" abs.f32 t, {x}; setp.lt.f32 p, t, 0f00800000; @p mul.rn.f32 {x}, {x}, 0f00000000;"
+            f" {op}.rn.f32 {x}, {x}, f; max.f32 {x}, {x}, 0f{limit | 1 << 31:08X}; min.f32 {x}, {x}, 0f{limit:08X};"
+        )
+
+    if format.codes == "int8":
+        end = (
+            "cvt.rni.s32.f32 i, a; cvt.rni.s32.f32 j, b; and.b32 i, i, 0xff; and.b32 j, j, 0xff;"
+            " shl.b32 j, j, 8; or.b32 $0, i, j;"
+        )
+    else:
+        end = "cvt.rn.satfinite.e4m3x2.f32 h, b, a; cvt.u32.u16 $0, h;"
+    code = (
+        "{ .reg .f32 a, b, f, t; .reg .pred p; .reg .b16 h; .reg .b32 i, j;"
+        f" mov.b32 a, $1; mov.b32 b, $2; mov.b32 f, $3;{one('a')}{one('b')} {end} }}"
+    )
+    return m.ptx_value(code, "=r,r,r,r", low, high, factor, pure=True)
