@@ -64,7 +64,11 @@ def measure(nbytes: int, gpus: int) -> dict[str, Any]:
         def run() -> None:
             for one, other in pairs:
                 check(cuda.cudaSetDevice(one))
-                check(cuda.cudaMemcpyPeerAsync(targets[other], other, sources[one], one, nbytes, streams[one]))
+                if one == other:
+                    kind = cuda.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+                    check(cuda.cudaMemcpyAsync(targets[one], sources[one], nbytes, kind, streams[one]))
+                else:
+                    check(cuda.cudaMemcpyPeerAsync(targets[other], other, sources[one], one, nbytes, streams[one]))
             for one, _ in pairs:
                 check(cuda.cudaStreamSynchronize(streams[one]))
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import reduce_tensor
 
-from benchmarks.buckets import Job
+from benchmarks.buckets import Job, Part
 from benchmarks.children import emit
 from benchmarks.peer_side import TIMEOUT, Side
 
@@ -78,17 +78,29 @@ def nccl_buckets(side: Side) -> Update:
 
 
 def nccl_tensors(side: Side) -> Update:
-    """A broadcast for each tensor, in memory of its own on both sides."""
+    """A broadcast for each tensor, in memory of its own on both sides; a request at a time is waited for and loaded."""
+    requests: list[list[Part]] = [[]]
+    for part in side.job.parts:
+        if sum(other.nbytes for other in requests[-1]) + part.nbytes > side.job.bucket_nbytes and requests[-1]:
+            requests.append([])
+        requests[-1].append(part)
 
     def send() -> None:
-        for part in side.job.parts:
-            dist.broadcast(part.view(side.sources[part.source]).to(torch.bfloat16).contiguous(), 0)
+        for request in requests:
+            tensors, works = [], []
+            for part in request:  # while one is under way, the next one is converted
+                tensors.append(part.view(side.sources[part.source]).to(torch.bfloat16).contiguous())
+                works.append(dist.broadcast(tensors[-1], 0, async_op=True))
+            for work in works:
+                work.wait()
 
     def receive() -> None:
-        for part in side.job.parts:
-            came = torch.empty(part.rows * part.row_size, dtype=torch.bfloat16, device=side.device)
-            dist.broadcast(came, 0)
-            side.place(part).copy_(came)
+        for request in requests:
+            tensors = [torch.empty(part.nbytes // 2, dtype=torch.bfloat16, device=side.device) for part in request]
+            for work in [dist.broadcast(tensor, 0, async_op=True) for tensor in tensors]:
+                work.wait()
+            for part, tensor in zip(request, tensors, strict=True):
+                side.place(part).copy_(tensor)
 
     return send if side.sends else receive
 

@@ -68,8 +68,8 @@ WAYS = [
     ),
     Way(
         name="nccl_tensors",
-        what="NCCL broadcast of each tensor, converted before and copied into place after",
-        source="sgl-project/sglang update_weights_from_distributed",
+        what="NCCL broadcast of each tensor, converted before and copied into place after, 512 MB at a time",
+        source="sgl-project/sglang model_executor/model_runner.py, update_weights_from_distributed",
     ),
     Way(
         name="nccl_p2p",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 import dataclasses
 import importlib
 import json
@@ -10,6 +11,7 @@ import os
 import select
 import sys
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -69,7 +71,8 @@ def test_a_case_compares_every_byte_and_gives_all_that_the_tables_show(name: str
     assert row["checked_nbytes"] == plan.target_nbytes  # this model ties nothing
     assert row["of_bound"] > 0
     assert row["grown_nbytes"] == [0] * case.gpus
-    assert bool(row["jit_secs"]) == (name == "fsdp 2 on both to TP 2 on both")
+    assert bool(row["jit_secs"]) == name.startswith("fsdp 2 on both")
+    assert bool(row["today_secs"]) != bool(row["jit_secs"])
     assert case.name in tables.markdown("on_gpus", {"machine": machine(), "rows": [row]})
     json.dumps(row)
 
@@ -137,6 +140,82 @@ def test_rates_are_those_of_medians_and_of_the_topologies_where_copies_failed() 
     found = {"nbytes": 100, "within": [1.0, 2.0, 9.0], "one_way": [1.0], "both_ways": [4.0]}
     assert links.rates(found) == {"within": 100.0, "one_way": 100.0, "both_ways": 25.0}
     assert links.rates({"gpus": 2})["one_way"] == 394.6e9
+
+
+class FakeRuntime:
+    """The calls of the CUDA runtime that `links` makes, over host memory."""
+
+    cudaMemcpyKind = types.SimpleNamespace(cudaMemcpyDeviceToDevice=3, cudaMemcpyDeviceToHost=2)
+
+    def __init__(self, gpus: int, lost: tuple[int, int] | None = None):
+        self.gpus, self.lost = gpus, lost
+        self.memory: list[np.ndarray] = []
+        self.copied: list[tuple[int, int]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*words: Any) -> tuple[Any, ...]:
+            done = vars(FakeRuntime).get(f"_{name}", lambda *_: (0,))
+            return types.SimpleNamespace(value=0), *done(self, *words)
+
+        return call
+
+    def _cudaGetDeviceCount(self) -> tuple[int]:
+        return (self.gpus,)
+
+    def _cudaGetDeviceProperties(self, gpu: int) -> tuple[Any]:
+        return (types.SimpleNamespace(name=b"A GPU"),)
+
+    def _cudaMalloc(self, nbytes: int) -> tuple[int]:
+        self.memory.append(np.zeros(nbytes, np.uint8))
+        return (self.memory[-1].ctypes.data,)
+
+    def _cudaMemset(self, at: int, value: int, nbytes: int) -> tuple[()]:
+        ctypes.memset(at, value, nbytes)
+        return ()
+
+    def _cudaMemcpy(self, to: int, at: int, nbytes: int, kind: int) -> tuple[()]:
+        ctypes.memmove(to, at, nbytes)
+        return ()
+
+    def _cudaMemcpyAsync(self, to: int, at: int, nbytes: int, kind: int, stream: int) -> tuple[()]:
+        return self._cudaMemcpyPeerAsync(to, 0, at, 0, nbytes, stream)
+
+    def _cudaMemcpyPeerAsync(self, to: int, target: int, at: int, source: int, nbytes: int, stream: int) -> tuple[()]:
+        self.copied.append((source, target))
+        if (source, target) != self.lost:
+            ctypes.memmove(to, at, nbytes)
+        return ()
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeRuntime]:
+    def install(*words: Any) -> FakeRuntime:
+        fake = FakeRuntime(*words)
+        monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
+        monkeypatch.setitem(sys.modules, "cuda.bindings", types.SimpleNamespace(runtime=fake))
+        return fake
+
+    return install
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+def test_copies_are_timed_within_one_way_and_both_ways(gpus: int, runtime: Callable[..., FakeRuntime]) -> None:
+    fake = runtime(gpus)
+    assert links.gpus() == {"gpus": gpus, "gpu": "A GPU"}
+    found = links.measure(5000, gpus)
+    wanted = {"within": [(0, 0)]}
+    if gpus > 1:
+        wanted |= {"one_way": [(0, 1)], "one_way_back": [(1, 0)], "both_ways": [(0, 1), (1, 0)]}
+    assert set(found) == {"nbytes", *wanted}
+    assert fake.copied == [pair for pairs in wanted.values() for pair in pairs * (links.RUNS + 1)]
+    assert all(len(found[name]) == links.RUNS for name in wanted)
+    assert links.rates(found)["within"] > 0
+
+
+def test_a_copy_that_brings_nothing_is_no_measurement(runtime: Callable[..., FakeRuntime]) -> None:
+    runtime(2, (1, 0))
+    with pytest.raises(RuntimeError, match="from GPU 1 to GPU 0 did not bring"):
+        links.measure(5000, 2)
 
 
 # Buckets
