@@ -1,7 +1,8 @@
 """Op tables: what each device does in each phase of an update, as records in the plan's order.
 
-Two phases hold records. *send* reads trainer shards: it holds the moves of the trainer ranks on its device. *finish*
-holds the forwards of the rollout ranks on its device, and the fills of its own buffers. Every device has an *inbox*:
+Two phases hold records. *send* reads trainer shards: it holds the moves of the trainer ranks on its device, and the
+forwards of what it has itself written to rollout ranks there. *finish* holds the other forwards of the rollout ranks on
+its device, and the fills of its own buffers. Every device has an *inbox*:
 words at a fixed address, which other devices write into:
 
     0 .. INBOX_FLAGS          the version its buffers hold, and whether they are poisoned: written by itself
@@ -134,7 +135,8 @@ def make_tables(plan: Plan, place: Mapping[int, Hashable], memory: Callable[[Key
     builders: dict[tuple[int, Phase], _Builder] = {}
     waiting: dict[Counter, list[np.ndarray]] = {}
     signalling: dict[Counter, list[tuple[np.ndarray, int]]] = {}
-    for op in _ops(plan, device_of, words, lambda c: conversions.setdefault(c, len(conversions)), memory):
+    ops = _ops(plan, device_of, words, lambda c: conversions.setdefault(c, len(conversions)), memory)
+    for op in _forwarded_early(ops):
         builder, record = builders.setdefault((op.at, op.phase), _Builder()), op.record
         for word, buffer in ((r.SOURCE, op.source), (r.TARGET, op.target), (r.SIDE, op.side)):
             record[word] = -1 if buffer is None else builder.buffer(buffer)
@@ -198,6 +200,21 @@ def _ops(
                 wait=Counter(at, (move.band, memory(source))) if move.hop else None,
                 signal=Counter(to, (move.band, memory(target))) if move.band >= 0 else None,
             )
+
+
+def _forwarded_early(ops: Iterator[Op]) -> Iterator[Op]:
+    """The same ops; those that forward what only *send* of their own device writes are a part of it.
+
+    In *finish*, which a device begins when its *send* has ended, they would leave its links idle until then.
+    """
+    writers: dict[Counter, set[tuple[int, Phase]]] = {}
+    for op in ops:
+        if op.wait is not None and writers.get(op.wait) == {(op.at, Phase.SEND)}:
+            op = dataclasses.replace(op, phase=Phase.SEND)
+        for signal in (op.signal, op.side_signal):
+            if signal is not None:
+                writers.setdefault(signal, set()).add((op.at, op.phase))
+        yield op
 
 
 class _Builder:

@@ -90,7 +90,8 @@ def follow(tables: OpTables, memory: dict[Key, np.ndarray]) -> None:
         assert np.all(np.diff(ends) > 0)
         assert ends[-1] == table.n_tiles
         assert np.array_equal(table.words[1:, r.FIRST_TILE], ends[:-1])
-        assert phase is Phase.FINISH or np.all(table.words[:, r.WAIT] < 0)
+        if phase is Phase.SEND:
+            check_what_it_waits_for(tables, device)
         assert all(tables.device_of[at] == device for at, _ in table.moves if at >= 0)
     while any(queues.values()):
         before = sum(map(len, queues.values()))
@@ -102,6 +103,20 @@ def follow(tables: OpTables, memory: dict[Key, np.ndarray]) -> None:
                     break
                 execute(records.pop(0), table, tables, memory, counters)
         assert sum(map(len, queues.values())) < before, "nothing can go on"
+
+
+def check_what_it_waits_for(tables: OpTables, device: int) -> None:
+    """*send* waits for nothing but what it has written before, on its own device."""
+    sent = tables.tables[device, Phase.SEND]
+    for record in sent.words[sent.words[:, r.WAIT] >= 0]:
+        for (other, phase), table in tables.tables.items():
+            if Inbox(device) not in table.buffers:
+                continue
+            raises = (table.words[:, r.SIGNAL] == record[r.WAIT]) & (
+                table.words[:, r.SIGNAL_INBOX] == table.buffers.index(Inbox(device))
+            )
+            assert not raises.any() or (other, phase) == (device, Phase.SEND)
+            assert np.all(table.words[raises, r.END_TILE] <= record[r.FIRST_TILE])
 
 
 def execute(
