@@ -203,8 +203,8 @@ def first(words: np.ndarray, *conditions: np.ndarray) -> int:
     return int(np.argmax(np.all(conditions, axis=0)))
 
 
-def without_a_wait(words: np.ndarray) -> np.ndarray:
-    words[first(words, words[:, r.WAIT] >= 0), r.WAIT] = -1
+def without_waits(words: np.ndarray) -> np.ndarray:
+    words[:, r.WAIT] = -1
     return words
 
 
@@ -239,7 +239,7 @@ def done_twice(words: np.ndarray) -> np.ndarray:
 
 
 BROKEN_TABLES = {
-    without_a_wait: "race|never written",
+    without_waits: "race|never written",
     too_long: "out of bounds|written twice|race",
     read_too_far: "out of bounds",
     written_too_far: "out of bounds",

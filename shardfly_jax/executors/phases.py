@@ -2,8 +2,9 @@
 
 *ready* runs on every device with rollout buffers or slots, behind the computations that were queued there before: it
 zeroes the arrival counters and the slots, and lets the writers write. *send* runs on every device with trainer shards,
-launched once every other device's *ready* has run, and moves. *finish* runs on the rollouts' devices again: it forwards
-what arrives, waits until everything has, and notes the version.
+launched once every other device's *ready* has run, and moves; what it has written to its own device it forwards from
+there. *finish* runs on the rollouts' devices again: it forwards what else arrives, waits until everything has, and
+notes the version.
 """
 
 from __future__ import annotations
