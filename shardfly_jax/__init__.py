@@ -20,6 +20,7 @@ from shardfly_jax.sharding.errors import (
     RegistrationError as RegistrationError,
     ShardflyError as ShardflyError,
     StaleBuffer as StaleBuffer,
+    StillPending as StillPending,
     SyncTimeout as SyncTimeout,
     TransferError as TransferError,
     UpdateRefused as UpdateRefused,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping as AbstractMapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from shardfly_jax import sharding
@@ -44,10 +45,28 @@ class Plan(sharding.Plan):
     def version(self) -> AbstractMapping[str, int]:
         """Number of the last complete update of each replica; 0 before the first.
 
+        Updates are numbered as they begin, and numbers are never used again: a failed one leaves a gap.
+
         Raises:
           NotRegistered: The plan has no buffers yet.
         """
         return self.registered().versions
+
+    @property
+    def staleness(self) -> AbstractMapping[str, int]:
+        """How many updates each replica is behind: those begun since the one that it holds completely.
+
+        That is the number of the newest update less the replica's version. An update counts from when it begins,
+        whether or not it succeeds; one that a trainer waits with, for its own computations or for rollouts to take
+        part, counts while it waits. In a world, what the rendezvous has said last counts, also between updates.
+
+        Raises:
+          NotRegistered: The plan has no buffers yet.
+        """
+        session = self.registered()
+        versions = session.versions  # first: what becomes complete in between must not count as behind
+        newest = session.newest
+        return MappingProxyType({name: max(0, newest - version) for name, version in versions.items()})
 
     def registered(self) -> Session:
         """The session.

@@ -17,8 +17,9 @@ from shardfly_jax.executors.choice import EXECUTORS, Executor, make_executor, wh
 from shardfly_jax.executors.memory import Key, Occupied, Shard
 from shardfly_jax.layout import Tree
 from shardfly_jax.owners import Owner
+from shardfly_jax.pending import Pending
 from shardfly_jax.planning import TARGET, Plan, Replicas
-from shardfly_jax.sharding.errors import NotRegistered, Poisoned, RegistrationError, ShardflyError
+from shardfly_jax.sharding.errors import NotRegistered, Poisoned, RegistrationError, ShardflyError, UpdateRefused
 
 if TYPE_CHECKING:
     from shardfly_jax.worlds.part import Part
@@ -66,6 +67,9 @@ class Session:
         self.choice = choice
         self.binding: Any = None
         self.sender: Any = None
+        self._begun = 0  # number of the update that began last
+        self._waits = False  # whether another one is to begin
+        self._pending: Pending | None = None
         self._stepping: Any = None
         self._versions = {replica.name: 0 for replica in plan.replicas}
         empty = "its buffers have never been filled" if allocated else None
@@ -77,56 +81,126 @@ class Session:
 
         Raises:
           ShardflyError: This thread is inside an update already: a progress callback or an owner called `sync`.
+          UpdateRefused: Another update is pending.
         """
-        me = threading.get_ident()
-        if me in self._inside:
-            raise ShardflyError("sync: called from inside an update of the same plan. Call it after sync has returned.")
-        with self._lock:
-            self._inside.add(me)
-            try:
+        self._take()
+        try:
+            with self.inside():
                 yield
-            finally:
+        finally:
+            self.unlock()
+
+    def update_later(self, prepare: Callable[[], Callable[[], object]]) -> Pending:
+        """Begins an update that goes on in the background.
+
+        Args:
+          prepare: Called at once, to check arguments; returns the rest.
+
+        Raises:
+          As `updating`; whatever `prepare` raises.
+        """
+        self._take()
+        try:
+            with self.inside():
+                run = prepare()
+        except BaseException:
+            self.unlock()
+            raise
+        self._waits = True
+        pending = Pending(self, run)
+        pending.start()
+        self._pending = pending
+        return pending
+
+    def _take(self) -> None:
+        """Begins to hold the session; see `updating`."""
+        if threading.get_ident() in self._inside:
+            raise ShardflyError("sync: called from inside an update of the same plan. Call it after sync has returned.")
+        self.check_idle()
+        self._lock.acquire()
+
+    def check_idle(self) -> None:
+        """Raises:
+        UpdateRefused: An update is pending.
+        """
+        if self._pending is not None and not self._pending.done():
+            raise UpdateRefused(
+                "plan: an update of it is pending, so that nothing else may begin; nothing was written. Wait for "
+                "result() of its handle first."
+            )
+
+    def unlock(self) -> None:
+        """Lets another update begin; called by any thread once one is over."""
+        self._waits = False
+        self._lock.release()
+
+    def end_pending(self) -> None:
+        """Waits until no update is pending."""
+        if self._pending is not None:
+            self._pending.join()
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """While this thread takes part in an update."""
+        me = threading.get_ident()
+        entered = me not in self._inside
+        self._inside.add(me)
+        try:
+            yield
+        finally:
+            if entered:
                 self._inside.discard(me)
 
     def guarded(self, progress: Callable[[int], None]) -> Callable[[int], None]:
         """A progress callback whose thread counts as inside the update."""
 
         def call(nbytes: int) -> None:
-            me = threading.get_ident()
-            entered = me not in self._inside
-            self._inside.add(me)
-            try:
+            with self.inside():
                 progress(nbytes)
-            finally:
-                if entered:
-                    self._inside.discard(me)
 
         return call
 
     @contextlib.contextmanager
     def attempting(self) -> Iterator[None]:
         """Held while replicas may hold a mixture: poisons them, and lifts it with a new version if all goes well."""
-        self.poison("an update began and did not finish")
+        self.begin(self._begun + 1, self._versions)
         try:
             yield
         except BaseException as error:
-            self.poison(f"an update failed half way: {type(error).__name__}: {error}")
+            self.poison(f"an update failed half way: {type(error).__name__}: {error}", self._versions)
             raise
-        self.publish()
+        self.publish(self._versions, self._begun)
+
+    @property
+    def serves(self) -> bool:
+        """Whether there are rollout ranks in this process."""
+        return max(self.held) >= self.plan.source_ranks
 
     @property
     def versions(self) -> Mapping[str, int]:
-        """Version of each replica."""
-        return MappingProxyType(dict(self._versions))
+        """Version of each replica, as far as this process knows."""
+        others = {} if self.part is None else self.part.versions_of_others()
+        return MappingProxyType({name: others.get(name, version) for name, version in self._versions.items()})
 
-    def poison(self, reason: str, replicas: Iterable[str] | None = None) -> None:
-        """Marks replicas, or all of them, as holding a mixture."""
-        self._poison.update(dict.fromkeys(self._poison if replicas is None else replicas, reason))
+    @property
+    def newest(self) -> int:
+        """Number of the update that began last, or that a trainer waits with, as far as this process knows."""
+        here = self._begun + self._waits
+        return here if self.part is None else max(here, self.part.newest)
 
-    def publish(self, replicas: Iterable[str] | None = None, version: int | None = None) -> None:
-        """Gives replicas, or all of them, a version, or raises theirs by one, and lifts the poison."""
-        for name in self._versions if replicas is None else replicas:
-            self._versions[name] = self._versions[name] + 1 if version is None else version
+    def begin(self, number: int, replicas: Iterable[str]) -> None:
+        """An update of this number begins: these replicas hold a mixture until it is published."""
+        self._begun, self._waits = number, False
+        self.poison("an update began and did not finish", replicas)
+
+    def poison(self, reason: str, replicas: Iterable[str]) -> None:
+        """Marks replicas as holding a mixture."""
+        self._poison.update(dict.fromkeys(replicas, reason))
+
+    def publish(self, replicas: Iterable[str], version: int) -> None:
+        """Gives replicas a version, and lifts their poison."""
+        for name in replicas:
+            self._versions[name] = version
             self._poison[name] = None
 
     def check_readable(self) -> None:
