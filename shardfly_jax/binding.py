@@ -11,7 +11,7 @@ import numpy as np
 
 from shardfly_jax.executors.memory import Key, hold, memory_of
 from shardfly_jax.layout import Place, box_of, leaf_places, leaves_of, read_tree
-from shardfly_jax.registry import Session
+from shardfly_jax.session import Session
 from shardfly_jax.sharding.errors import ParamsMismatch, PlanError
 from shardfly_jax.sharding.formats import dtype_name, itemsize
 from shardfly_jax.sharding.layouts import Layout

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardfly_jax.sharding.errors import StillPending
 
 if TYPE_CHECKING:
-    from shardfly_jax.registry import Session
+    from shardfly_jax.session import Session
 
 
 class Pending:
@@ -71,7 +71,7 @@ class Pending:
 
         Raises:
           StillPending: There is no outcome yet. The update goes on; ask again.
-          Poisoned: A later update failed half way.
+          Poisoned, NotRegistered: A later update failed half way, or `rescale` has replaced the plan.
           What `sync` raises, if the update failed.
         """
         if not self._ended.wait(timeout):
@@ -82,5 +82,6 @@ class Pending:
             raise self._error
         if not self._session.serves:
             return None
+        self._session.check_in_force()
         self._session.check_readable()
         return self._session.handles()

@@ -11,7 +11,7 @@ import numpy as np
 from shardfly_jax.binding import bind, check_addresses, check_not_donated, ready_shards, shards_of
 from shardfly_jax.executors.memory import Key, fresh_handle, host_bytes, wait_for_readers
 from shardfly_jax.planning import Plan
-from shardfly_jax.registry import Session
+from shardfly_jax.session import Session
 from shardfly_jax.sharding.errors import NotRegistered, ParamsMismatch, VerificationError
 from shardfly_jax.sharding.evaluate import evaluate
 from shardfly_jax.sharding.formats import np_dtype

@@ -17,7 +17,7 @@ import pytest
 from checks import assert_holds, fresh, like, mesh, poison_buffers, registered_bytes
 
 import shardfly_jax as sf
-from shardfly_jax import binding, registry, update
+from shardfly_jax import binding, session, update
 from shardfly_jax.executors.xla import XlaExecutor
 
 PATIENCE_SECS = 60.0
@@ -256,7 +256,7 @@ def test_params_whose_computation_fails_fail_the_update_and_nothing_is_written(
 
 def through_xla(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> sf.Plan:
     """The scene's plan, as it is executed on accelerators."""
-    monkeypatch.setattr(registry, "make_executor", lambda plan, buffers, *_: XlaExecutor(plan, buffers))
+    monkeypatch.setattr(session, "make_executor", lambda plan, buffers, *_: XlaExecutor(plan, buffers))
     place = jax.sharding.NamedSharding(scene.rollout, jax.sharding.PartitionSpec(None, "tp"))
     owner = {name: jax.jit(lambda: jax.numpy.zeros((8, 8)), out_shardings=place)() for name in "ab"}  # XLA's memory
     return sf.register(scene.plan, owner)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
-from small_world import TOKEN, make_plan, params_of
+from checks import poison_buffers
+from small_world import TOKEN, make_plan, params_of, served, target_of
 
 import shardfly_jax as sf
 
@@ -44,6 +46,12 @@ class Process:
             self.world.close()
             raise
 
+    def rescale(self, ranks: list[int], replicas: int, tp: int = 2) -> sf.Rescaled:
+        self.ranks = ranks
+        self.plan = sf.rescale(self.plan, target_of(replicas, tp), ranks=ranks)
+        assert self.plan.rescaled is not None
+        return self.plan.rescaled
+
     @property
     def trainers(self) -> list[int]:
         return [rank for rank in self.ranks if rank < 2]
@@ -73,3 +81,36 @@ class Processes:
 
 def errors(results: list[Any]) -> list[str]:
     return [type(result).__name__ for result in results if isinstance(result, BaseException)]
+
+
+def eventually(what: Any) -> None:
+    """Waits until something holds; news travel by themselves."""
+    until = time.monotonic() + PATIENCE_SECS
+    while not what():
+        assert time.monotonic() < until, "it never came to that"
+        time.sleep(0.005)
+
+
+def behind(process: Process) -> set[int]:
+    return set(process.plan.staleness.values())
+
+
+def addresses(process: Process) -> set[int]:
+    return {shard.address for shard in process.plan.registered().buffers.values()}
+
+
+def check_update(processes: list[Process], seed: int) -> int:
+    """An update is right in every byte everywhere, and its number is newer than all; the number."""
+    before = max(number for process in processes for number in process.plan.version.values())
+    for process in processes:
+        poison_buffers(process.plan)
+    assert errors(together(*(lambda p=process: p.update(seed) for process in processes))) == []
+    for process in processes:
+        assert max(process.ranks) < 2 or served(process.plan, [seed]) == str(seed)
+
+    def versions() -> set[int]:
+        return {number for process in processes for number in process.plan.version.values()}
+
+    eventually(lambda: len(versions()) == 1)  # a rollout does not wait for others
+    assert min(versions()) > before
+    return versions().pop()

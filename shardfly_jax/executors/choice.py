@@ -19,9 +19,13 @@ class Executor(Protocol):
 
     Attributes:
       alignment: Of the sources that it takes, bytes.
+      kernels: Launches that it has compiled before its first update.
+      compiled: Those among them that no executor of this process had compiled before.
     """
 
     alignment: int
+    kernels: int
+    compiled: int
 
     def start(self, sources: Sources, progress: Callable[[int], None] | None = None) -> Callable[[], None]:
         """Begins to execute every move of the plan.

@@ -70,6 +70,7 @@ class HostExecutor:
     """
 
     alignment = 1
+    kernels = compiled = 0
 
     def __init__(self, plan: Plan, buffers: Mapping[Key, Shard]):
         self.plan, self.buffers = plan, buffers

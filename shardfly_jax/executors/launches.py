@@ -19,6 +19,9 @@ from shardfly_jax.sharding.optable import Inbox, OpTables, Phase
 BLOCKS_PER_SM = 4
 FREE_SMS = 16
 """Multiprocessors that a launch which waits for other devices leaves to others."""
+LEAST_RECORDS, LEAST_ADDRESSES, LEAST_FLAGS = 4096, 2048, 16
+"""Smallest size classes: 0.8 MB and 16 KB on a device, and the flags of 8 devices. Small models stay within them when
+replicas join."""
 ROOM_OF_ONE = 128 << 10
 """Bytes of shared memory that make sure that only one block fits on a multiprocessor."""
 
@@ -88,9 +91,14 @@ class Work:
         self.name, self.heads, self.tails, self.publishes = name, heads, tails, publishes
         self.table = table = tables.tables.get((device, phase)) if phase else None
         self.conversions, self.blocks, self.room = conversions if table else (), blocks, room
-        self.flags = size_class(2 * len(tables.devices))  # a tail for each device's send and finish
+        self.flags = size_class(2 * len(tables.devices), LEAST_FLAGS)  # a tail for each device's send and finish
         self._tables, self._device, self._reset, self._tells, self._fixed = tables, device, reset, tells, fixed
         self.moving = [key for key in table.buffers if key not in fixed and not isinstance(key, Inbox)] if table else []
+
+    @property
+    def variant(self) -> tuple[tuple[Conversion, ...], int, int, int]:
+        """Arguments of `transfer.make_kernel`; with the sizes of what `numbers` returns they tell kernels apart."""
+        return self.conversions, self.blocks, self.flags, self.room
 
     def numbers(
         self, operands: Mapping[Key, int] = MappingProxyType({}), n_operands: int = 0
@@ -107,7 +115,9 @@ class Work:
         inboxes = [Inbox(number) for number in (self._device, *(number for number, _ in self._tells))]
         named = [key for key in (*(self.table.buffers if self.table else ()), *inboxes) if key not in operands]
         places = dict(operands) | {key: place for place, key in enumerate(dict.fromkeys(named), n_operands)}
-        tails_at, tells_at, bases_at, size = transfer.launch_size(self.flags, size_class(n_operands + len(named)))
+        tails_at, tells_at, bases_at, size = transfer.launch_size(
+            self.flags, size_class(n_operands + len(named), LEAST_ADDRESSES)
+        )
         numbers = np.zeros(size, np.uint32)
         numbers[transfer.N_TILES] = self.table.n_tiles if self.table else 0
         numbers[transfer.INBOX], numbers[transfer.COUNTERS] = places[Inbox(self._device)], self._tables.counters
@@ -128,7 +138,7 @@ class Work:
     def _records(self, places: Mapping[Key | Inbox, int]) -> np.ndarray:
         """The records, their buffers named by place, padded so that plans of one size class share a kernel."""
         n_records = len(self.table.words) if self.table else 0
-        words = np.zeros((size_class(n_records), records.WORDS), np.int32)
+        words = np.zeros((size_class(n_records, LEAST_RECORDS if n_records else 1), records.WORDS), np.int32)
         if self.table:
             words[:n_records] = self.table.words
             place = np.array([*(places[key] for key in self.table.buffers), -1], np.int32)  # -1 names nothing
@@ -165,6 +175,10 @@ def set_attempt(numbers: np.ndarray, attempt: Attempt, publishes: bool) -> None:
     numbers[..., transfer.NEW_VERSION] = attempt.version & 0xFFFFFFFF if publishes else 0xFFFFFFFF
 
 
+_COMPILED: set[tuple[object, ...]] = set()
+"""What tells apart the kernels that this process has compiled."""
+
+
 class Launch:
     """One phase on one device, launched once per update by the host.
 
@@ -172,6 +186,9 @@ class Launch:
       work: What it does.
       device: Where.
       sources: In which order `start` is given the addresses of buffers that are not fixed.
+
+    Attributes:
+      is_new: Whether its kernel had to be compiled.
     """
 
     def __init__(self, work: Work, device: jax.Device, sources: Sequence[Key]):
@@ -182,8 +199,11 @@ class Launch:
         self._low = np.array([words[key] for key in work.moving], np.int64)
         self._table = jax.device_put(table, device)
         self._state = jax.device_put(np.zeros(transfer.STATE, np.int32), device)
-        self._kernel = _jitted(work.conversions, work.blocks, work.flags, work.room)
+        self._kernel = _jitted(*work.variant)
+        kernel = (*work.variant, len(table), len(self._numbers), device)
+        self.is_new = kernel not in _COMPILED
         self._compile()
+        _COMPILED.add(kernel)
 
     def _compile(self) -> None:
         """Launches it with nothing to do, so that the first update compiles nothing."""
@@ -226,6 +246,6 @@ def _jitted(
     return jax.jit(launch, donate_argnums=2)
 
 
-def size_class(n: int) -> int:
-    """The next power of two: plans of one class share a compiled kernel."""
-    return 1 << max(n - 1, 1).bit_length()
+def size_class(n: int, least: int = 1) -> int:
+    """The next power of two, or `least`: plans of one class share a compiled kernel."""
+    return max(least, 1 << max(n - 1, 1).bit_length())

@@ -79,7 +79,7 @@ class PersistentExecutor:
       sending: What *send* does on each of them that has something to send, by number.
       idle: Gives the work of a device that takes part in a launch and has nothing to do.
       source_keys: Source shards that are read.
-
+      kernels, compiled: See `Executor`.
     """
 
     alignment = PIECE_NBYTES
@@ -104,6 +104,8 @@ class PersistentExecutor:
             [Launch(work, self.devices[number], self.source_keys) for number, work in of.items()]
             for of in (phases.ready(), self.sending, phases.finish())
         )
+        launches = [*self._ready, *self._send, *self._finish]
+        self.kernels, self.compiled = len(launches), sum(launch.is_new for launch in launches)
 
     def start(self, sources: Sources, progress: Callable[[int], None] | None = None) -> Callable[[], None]:
         """Launches every phase; see `Executor`.

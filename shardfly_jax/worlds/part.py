@@ -19,7 +19,7 @@ from shardfly_jax.worlds.steps import steps_of, why_not_carried
 from shardfly_jax.worlds.wire import Header
 
 if TYPE_CHECKING:
-    from shardfly_jax.registry import Session
+    from shardfly_jax.session import Session
     from shardfly_jax.worlds.world import World
 
 
@@ -102,7 +102,7 @@ class Part:
             )
 
     def _next(self, ops: set[str], secs: float) -> Header | None:
-        """The next message of some kinds; others are heard or, being of the past, dropped. None if none comes."""
+        """The next message of some kinds; others are of the past and dropped. None if none comes."""
         until = time.monotonic() + secs
         while True:
             header = self.world.link.wait(max(0.0, until - time.monotonic()))
