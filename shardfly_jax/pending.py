@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,7 @@ class Pending:
                 self._run()
         except BaseException as error:
             self._error = error
+            traceback.clear_frames(error.__traceback__)  # which hold the params, too
         finally:
             self._run = None  # and with it the params
             self._session.unlock()

@@ -25,7 +25,8 @@ class Rescaled:
 
     Attributes:
       serving: Replicas that go on serving the version they hold.
-      joined: Replicas that cannot be read before their next complete update: new ones, and those whose layout changed.
+      joined: Replicas that cannot be read before their next complete update: new ones, those whose layout changed, and
+        those that a failed update had spoilt.
       kept: Registered buffers that are where they were.
       allocated: Those that are not.
       freed: Buffers that the plan before had and this one has not.

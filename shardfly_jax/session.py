@@ -222,7 +222,8 @@ class Session:
         here = {replica.name for replica in self.plan.replicas if self.held & set(replica.ranks)}
         for name in self._versions:
             self._versions[name] = 0 if name in here else old._versions.get(name, 0)
-        self.poison("it joined, or its layout changed, and no update has reached it since", here)
+        why = "it joined, its layout changed or an update had failed, and no complete one has reached it since"
+        self.poison(why, here)
         for name, version in serving.items():
             self.publish([name], version)
 

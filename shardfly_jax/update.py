@@ -105,17 +105,20 @@ def _prepare(params: Any, session: Session, progress: Callable[[int], None] | No
     assert executor is not None
 
     def run() -> Any:
-        arrays, kept = ready_shards(leaves, binding, keep=not wait)
-        check_addresses(session, binding, arrays)
-        wait_for_readers({shard.device for shard in session.buffers.values()})
-        with session.attempting():
-            finish = executor.start(arrays, None if progress is None else session.guarded(progress))
-            handles = session.handles() if wait else None  # made while the update runs
-            finish()
-            if not wait:
-                check_not_donated(leaves, binding)
-        kept.clear()  # not before
-        return handles
+        try:
+            arrays, kept = ready_shards(leaves, binding, keep=not wait)
+            check_addresses(session, binding, arrays)
+            wait_for_readers({shard.device for shard in session.buffers.values()})
+            with session.attempting():
+                finish = executor.start(arrays, None if progress is None else session.guarded(progress))
+                handles = session.handles() if wait else None  # made while the update runs
+                finish()
+                if not wait:
+                    check_not_donated(leaves, binding)
+            kept.clear()  # not before
+            return handles
+        finally:
+            leaves.clear()  # an error that is kept would keep them
 
     return run
 

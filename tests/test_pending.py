@@ -160,12 +160,17 @@ def test_what_goes_wrong_comes_from_the_result_and_the_next_update_heals_it(scen
     def progress(_: int) -> None:
         raise Broken("a callback")
 
-    params, values = scene.params()
-    handle = sf.sync(params, scene.plan, wait=False, progress=progress)
+    doomed, _ = scene.params()
+    alive = [weakref.ref(x) for x in doomed.values()]
+    handle = sf.sync(doomed, scene.plan, wait=False, progress=progress)
     for _ in range(2):
         with pytest.raises(Broken, match="a callback"):
             handle.result(PATIENCE_SECS)
     assert handle.done()
+    del doomed
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None], "an error keeps no params"
+    params, values = scene.params()
     assert (scene.plan.version, scene.plan.staleness) == (BEHIND, BEHIND)
     with pytest.raises(sf.Poisoned, match="Broken"):
         sf.params(scene.plan)

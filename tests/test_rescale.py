@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import io
+import runpy
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -145,7 +148,7 @@ def test_a_pool_that_changes_at_random_keeps_what_fits_and_serves_nothing_else(s
                 assert plan.version[replica.name] == 0
                 assert plan.staleness[replica.name] == number
         if done.joined:
-            with pytest.raises(sf.Poisoned, match="joined, or its layout changed"):
+            with pytest.raises(sf.Poisoned, match="joined, its layout changed or an update had failed"):
                 sf.params(plan)
         else:
             sf.params(plan)
@@ -503,3 +506,15 @@ def test_a_loaded_plan_is_rescaled_to_a_plan(scene: Scene) -> None:
     assert (plan.rescaled.kept, plan.rescaled.allocated) == (20, 10)
     assert before <= {shard.address for shard in plan.registered().buffers.values()}
     check_update(plan, values_of(scene.rng))
+
+
+def test_the_example_of_a_joining_replica_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = dataclasses.replace(
+        sf.engines.model("Qwen3-0.6B"),
+        layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, width=96, vocab=128,
+    )  # fmt: skip
+    example = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "rescale.py"))
+    done = example["run"](sizes)
+    assert done.allocated == done.kept // 2
+    assert (done.serving, done.joined) == (("rollout/0", "rollout/1"), ("rollout/2",))
+    assert "update 4" in capsys.readouterr().out

@@ -164,12 +164,14 @@ class Part:
             except Exception as error:
                 refuse(error)
                 raise
+            finally:
+                leaves.clear()  # an error that is kept would keep them
             self._take_part(memory, patience, None if progress is None else session.guarded(progress))
             kept.clear()  # not before
 
         return take_part
 
-    def _sources(self, leaves: list[Any], binding: Binding) -> tuple[dict[Key, np.ndarray], list[np.ndarray]]:
+    def _sources(self, leaves: list[Any], binding: Binding) -> tuple[dict[Key, np.ndarray], list[Any]]:
         """The bytes of this process' source shards, once they are computed, and what keeps them."""
         arrays, kept = ready_shards(leaves, binding, keep=True)
         if other := sorted({str(d) for array in arrays.values() for d in array.devices() if d.platform != "cpu"}):
@@ -177,7 +179,8 @@ class Part:
                 f"params: they lie on {', '.join(other)}, but zmq reads host memory only. Copy them to a CPU device."
             )
         check_addresses(self.session, binding, arrays)
-        return {key: host_bytes(a.unsafe_buffer_pointer(), a.nbytes) for key, a in arrays.items()}, kept
+        memory = {key: host_bytes(a.unsafe_buffer_pointer(), a.nbytes) for key, a in arrays.items()}
+        return memory, [arrays, kept]
 
     def _take_part(
         self, sources: dict[Key, np.ndarray], wait_secs: float, progress: Callable[[int], None] | None
