@@ -5,6 +5,7 @@ from shardfly_jax.instep import receiving as receiving, send as send
 from shardfly_jax.layout import local as local
 from shardfly_jax.planning import Plan as Plan, load_plan as load_plan, make_plan as make_plan, replicas as replicas
 from shardfly_jax.registry import register as register, why_not_persistent as why_not_persistent
+from shardfly_jax.rescaling import Rescaled as Rescaled, rescale as rescale
 from shardfly_jax.sharding.composition import compose as compose
 from shardfly_jax.sharding.errors import (
     DigestMismatch as DigestMismatch,
@@ -20,6 +21,7 @@ from shardfly_jax.sharding.errors import (
     RegistrationError as RegistrationError,
     ShardflyError as ShardflyError,
     StaleBuffer as StaleBuffer,
+    StillPending as StillPending,
     SyncTimeout as SyncTimeout,
     TransferError as TransferError,
     UpdateRefused as UpdateRefused,

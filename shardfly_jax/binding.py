@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardfly_jax.executors.memory import Key, Sources, memory_of
+from shardfly_jax.executors.memory import Key, Sources, hold, memory_of
 from shardfly_jax.layout import Place, box_of, leaf_places, leaves_like, leaves_of, read_tree
-from shardfly_jax.registry import Session
+from shardfly_jax.session import Session
 from shardfly_jax.sharding.errors import ParamsMismatch, PlanError
 from shardfly_jax.sharding.formats import dtype_name, itemsize
 from shardfly_jax.sharding.layouts import Layout
@@ -66,6 +66,40 @@ def shards_of(leaves: list[Any], binding: Binding) -> Sources:
         by_device = {shard.device: shard.data for shard in leaves[k].addressable_shards}
         arrays.update((key, by_device[device]) for key, device in binding.expected[k].keys)  # type: ignore[union-attr]
     return arrays
+
+
+def ready_shards(leaves: list[Any], binding: Binding, *, keep: bool = False) -> tuple[Sources, list[np.ndarray]]:
+    """As `shards_of`, once they are computed.
+
+    Args:
+      keep: Whether their memory shall outlive a donation, on CPU devices.
+
+    Returns:
+      The arrays, and what keeps their memory: nothing unless asked for.
+
+    Raises:
+      ParamsMismatch: One of them was donated since they were bound.
+    """
+    try:
+        arrays = shards_of(leaves, binding)
+        jax.block_until_ready(list(arrays.values()))
+        return arrays, hold(arrays.values()) if keep else []
+    except (RuntimeError, ValueError):  # what JAX raises for a deleted array, and for one whose computation failed
+        check_not_donated(leaves, binding)
+        raise
+
+
+def check_not_donated(leaves: list[Any], binding: Binding) -> None:
+    """Raises:
+    ParamsMismatch: A source was donated since it was bound.
+    """
+    wanted = [(leaf, want) for leaf, want in zip(leaves, binding.expected, strict=True) if want is not None]
+    gone = [want.label for leaf, want in wanted if leaf.is_deleted()]
+    if gone:
+        raise ParamsMismatch(
+            f"params: {gone[0]} and {len(gone) - 1} more were deleted or donated before the update was done. Do not "
+            "donate params that an update reads: ask for the result of its handle first."
+        )
 
 
 def bind(params_: Any, session: Session) -> tuple[list[Any], Binding]:

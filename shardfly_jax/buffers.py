@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -20,13 +21,18 @@ ALIGNMENT = 256
 
 
 def allocate(
-    plan: Plan, trees: list[str], devices: Mapping[str, Mapping[int, jax.Device]], held: frozenset[int]
+    plan: Plan,
+    trees: list[str],
+    devices: Mapping[str, Mapping[int, jax.Device]],
+    held: frozenset[int],
+    fitting: Mapping[Key, jax.Array] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Zeroed buffers for every target, aliases sharing one: per tree, in its structure.
 
     Args:
       devices: Of each tree, by rank counted from 0.
       held: Plan-wide ranks to allocate for; those of a part of a tree stand as `{rank: array}`.
+      fitting: Buffers that are there already.
 
     Raises:
       RegistrationError: The plan keeps targets that only an owner has.
@@ -44,9 +50,12 @@ def allocate(
             family = plan.families[index]
             if family.tree != name:
                 continue
-            for member in family.names:
+            for k, member in enumerate(family.names):
                 local[member] = {}
                 for rank in sorted(held.intersection(family.layout.ranks)):
+                    if (index, k, rank) in fitting:
+                        local[member][rank - base] = fitting[index, k, rank]
+                        continue
                     zeros = _aligned_zeros(family.layout.buffer_shape(rank), np_dtype(family.layout.dtype))
                     local[member][rank - base] = jax.device_put(zeros, devices[name][rank - base])
         _share_aliases(plan, name, local)

@@ -149,13 +149,15 @@ def read_tree(tree: Any, what: str) -> Tree:
     """Reads a tree of arrays, `ShapeDtypeStruct`s with shardings or `Layout`s, or a `Local`.
 
     Args:
-      tree: The tree.
+      tree: The tree; one that was read stays as it is.
       what: `source` or the name of the target, for messages.
 
     Raises:
       PlanError: A leaf without a usable sharding, a mesh that does not divide a shape, or two leaves of one name; all
         are listed.
     """
+    if isinstance(tree, Tree):
+        return tree
     if isinstance(tree, Local):
         return _read_local(tree)
     names, leaves, structure = leaf_names(tree)

@@ -199,7 +199,7 @@ class Owner:
             if name not in self.tensors:
                 out.append(leaf)
                 continue
-            if place not in self._whole:
+            if place not in self._whole or self._whole[place].is_deleted():  # as executors that donate leave it
                 index, k = self.tensors[name]
                 ranks = self._ranks(self.families[index].layout) if rank is None else [self.base + rank]
                 parts = [self.buffers[index, k, r].array for r in ranks]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping as AbstractMapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from shardfly_jax import sharding
@@ -20,10 +21,22 @@ from shardfly_jax.sharding.topology import Topology, preset
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from shardfly_jax.registry import Session
+    from shardfly_jax.rescaling import Rescaled
+    from shardfly_jax.session import Session
 
 TARGET = "rollout"
 """Name of the target tree when there is one."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Arguments of `make_plan` besides the trees."""
+
+    mapping: Any
+    allow_cast: tuple[str, ...]
+    keep: tuple[str, ...]
+    unused: tuple[str, ...]
+    topology: Topology | str | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -33,27 +46,47 @@ class Plan(sharding.Plan):
     Attributes:
       source: The trainer's tree; None in a loaded plan.
       targets: The rollout trees by name; empty in a loaded plan.
+      recipe: What else it was made from; None in a loaded plan.
       session: Buffers and versions; None until `register`.
     """
 
     source: Tree | None = None
     targets: AbstractMapping[str, Tree] = dataclasses.field(default_factory=dict)
+    recipe: Recipe | None = None
     session: Session | None = None
 
     @property
     def version(self) -> AbstractMapping[str, int]:
         """Number of the last complete update of each replica; 0 before the first.
 
+        Updates are numbered as they begin, and numbers are never used again: a failed one leaves a gap.
+
         Raises:
           NotRegistered: The plan has no buffers yet.
         """
         return self.registered().versions
 
+    @property
+    def staleness(self) -> AbstractMapping[str, int]:
+        """How many updates each replica is behind: those begun since the one that it holds completely.
+
+        That is the number of the newest update less the replica's version. An update counts from when it begins,
+        whether or not it succeeds; one that a trainer waits with, for its own computations or for rollouts to take
+        part, counts while it waits. In a world, what the rendezvous has said last counts, also between updates.
+
+        Raises:
+          NotRegistered: The plan has no buffers yet.
+        """
+        session = self.registered()
+        versions = session.versions  # first: what becomes complete in between must not count as behind
+        newest = session.newest
+        return MappingProxyType({name: max(0, newest - version) for name, version in versions.items()})
+
     def registered(self) -> Session:
         """The session.
 
         Raises:
-          NotRegistered: There is none, or it belongs to another plan.
+          NotRegistered: There is none, it belongs to another plan, or `rescale` has replaced the plan.
         """
         if self.session is None:
             raise NotRegistered(
@@ -63,7 +96,17 @@ class Plan(sharding.Plan):
             raise DigestMismatch(
                 f"plan {self.digest[:12]} carries the session of plan {self.session.digest[:12]}. Register it anew."
             )
+        self.session.check_in_force()
         return self.session
+
+    @property
+    def rescaled(self) -> Rescaled | None:
+        """What `rescale` kept of the plan before; None for a plan that `register` returned.
+
+        Raises:
+          NotRegistered: The plan has no buffers.
+        """
+        return self.registered().rescaled
 
     @property
     def sender(self) -> Any:
@@ -149,10 +192,36 @@ def make_plan(
         keep=_patterns("keep", keep),
         unused=_patterns("unused", unused),
     )
+    recipe = Recipe(
+        mapping=mapping, allow_cast=problem.allow_cast, keep=problem.keep, unused=problem.unused, topology=topology
+    )
     if isinstance(topology, str):
         topology = preset(topology, hosts=-(-(problem.source_ranks + problem.target_ranks) // 8))
     built = sharding.build_plan(problem, topology)
-    return Plan(**{f.name: getattr(built, f.name) for f in dataclasses.fields(built)}, source=source_tree, targets=read)
+    fields = {f.name: getattr(built, f.name) for f in dataclasses.fields(built)}
+    return Plan(**fields, source=source_tree, targets=read, recipe=recipe)
+
+
+def replanned(plan: Plan, target: Any) -> Plan:
+    """A plan for another target, made as `plan` was.
+
+    Raises:
+      PlanError: `plan` was loaded from a file, which does not say how; or as `make_plan`.
+    """
+    recipe = plan.recipe
+    if recipe is None or plan.source is None:
+        raise PlanError(
+            f"rescale: plan {plan.digest[:12]} was loaded, and does not know its mapping. Give the new plan instead "
+            "of a target."
+        )
+    mapping = recipe.mapping
+    if isinstance(mapping, AbstractMapping) and not isinstance(mapping, Mapping):
+        names = target.trees if isinstance(target, Replicas) else target if isinstance(target, dict) else mapping
+        mapping = {name: mapping[name] for name in names if name in mapping}
+    return make_plan(
+        plan.source, target, mapping,
+        allow_cast=recipe.allow_cast, keep=recipe.keep, unused=recipe.unused, topology=recipe.topology,
+    )  # fmt: skip
 
 
 def _patterns(option: str, given: str | Iterable[str]) -> tuple[str, ...]:

@@ -1,208 +1,23 @@
-"""Registration: where a plan's targets live, who owns them, and which version they hold."""
+"""Registration: where a plan's targets live, and who owns them."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from shardfly_jax.buffers import allocate, check_memory
-from shardfly_jax.executors.choice import EXECUTORS, Executor, make_executor, why_not_persistent as reasons_against
-from shardfly_jax.executors.memory import Key, Occupied, Shard, wait_for_readers
-from shardfly_jax.layout import Tree
+from shardfly_jax.buffers import allocate
+from shardfly_jax.executors.choice import EXECUTORS, why_not_persistent as reasons_against
 from shardfly_jax.owners import Owner
 from shardfly_jax.planning import TARGET, Plan, Replicas
-from shardfly_jax.sharding.errors import NotRegistered, Poisoned, RegistrationError, ShardflyError
+from shardfly_jax.session import Session
+from shardfly_jax.sharding.errors import RegistrationError
 
 if TYPE_CHECKING:
-    from shardfly_jax.worlds.part import Part
     from shardfly_jax.worlds.world import World
-
-
-class Session:
-    """The mutable part of a registered plan: buffers, versions, poison. Made by `register`.
-
-    Attributes:
-      digest: Of the plan it belongs to.
-      buffers: Every target shard by (family, tensor, plan-wide rank).
-      occupied: Where they are.
-      owners: One per target tree of which there are ranks here.
-      held: Ranks that live in this process, trainers too.
-      part: What this process does in a world; None if it holds all ranks itself.
-      executor: None until the trainer's devices are known.
-      choice: Which executor was asked for.
-      binding: Names of the params tree that was synced last, resolved.
-      sender: Of the update that `receiving` has begun; None when there is none.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        owners: dict[str, Owner],
-        allocated: bool,
-        choice: str = "auto",
-        held: frozenset[int] | None = None,
-    ):
-        self.plan = dataclasses.replace(plan, session=None)
-        self.digest = plan.digest
-        self.owners = owners
-        self.held = frozenset(range(plan.ranks)) if held is None else held
-        self.part: Part | None = None
-        self.buffers: dict[Key, Shard] = {}
-        for owner in owners.values():
-            self.buffers.update(owner.buffers)
-        kept = {label: array for owner in owners.values() for label, array in owner.kept_arrays()}
-        check_memory(self.plan, self.buffers, kept)
-        self.occupied = Occupied(self.buffers)
-        self._lock = threading.Lock()
-        self._inside: set[int] = set()
-        self.executor: Executor | None = None
-        self.choice = choice
-        self.binding: Any = None
-        self.sender: Any = None
-        self._stepping: Any = None
-        self._versions = {replica.name: 0 for replica in plan.replicas}
-        empty = "its buffers have never been filled" if allocated else None
-        self._poison: dict[str, str | None] = {replica.name: empty for replica in plan.replicas}
-
-    @contextlib.contextmanager
-    def updating(self) -> Iterator[None]:
-        """Held during an update; a thread that takes part in one cannot begin another.
-
-        Raises:
-          ShardflyError: This thread is inside an update already: a progress callback or an owner called `sync`.
-        """
-        me = threading.get_ident()
-        if me in self._inside:
-            raise ShardflyError("sync: called from inside an update of the same plan. Call it after sync has returned.")
-        with self._lock:
-            self._inside.add(me)
-            try:
-                yield
-            finally:
-                self._inside.discard(me)
-
-    def guarded(self, progress: Callable[[int], None]) -> Callable[[int], None]:
-        """A progress callback whose thread counts as inside the update."""
-
-        def call(nbytes: int) -> None:
-            me = threading.get_ident()
-            entered = me not in self._inside
-            self._inside.add(me)
-            try:
-                progress(nbytes)
-            finally:
-                if entered:
-                    self._inside.discard(me)
-
-        return call
-
-    @contextlib.contextmanager
-    def attempting(self) -> Iterator[None]:
-        """Held while replicas may hold a mixture: poisons them, and lifts it with a new version if all goes well."""
-        self.poison("an update began and did not finish")
-        try:
-            yield
-        except BaseException as error:
-            self.poison(f"an update failed half way: {type(error).__name__}: {error}")
-            raise
-        self.publish()
-
-    @property
-    def versions(self) -> Mapping[str, int]:
-        """Version of each replica."""
-        return MappingProxyType(dict(self._versions))
-
-    def poison(self, reason: str, replicas: Iterable[str] | None = None) -> None:
-        """Marks replicas, or all of them, as holding a mixture."""
-        self._poison.update(dict.fromkeys(self._poison if replicas is None else replicas, reason))
-
-    def publish(self, replicas: Iterable[str] | None = None, version: int | None = None) -> None:
-        """Gives replicas, or all of them, a version, or raises theirs by one, and lifts the poison."""
-        for name in self._versions if replicas is None else replicas:
-            self._versions[name] = self._versions[name] + 1 if version is None else version
-            self._poison[name] = None
-
-    def check_readable(self) -> None:
-        """Raises:
-        NotRegistered: There is no replica in this process.
-        Poisoned: Some replica in this process may not be read.
-        """
-        here = {replica.name for replica in self.plan.replicas if self.held & set(replica.ranks)}
-        if not here:
-            raise NotRegistered("params: this process holds no rollout ranks. Ask a process that does.")
-        bad = {name: reason for name, reason in self._poison.items() if reason and name in here}
-        if bad:
-            name, reason = next(iter(bad.items()))
-            more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
-            raise Poisoned(
-                f"replica: {name!r}{more} cannot be read: {reason}. A complete sf.sync(params, plan) heals it."
-            )
-
-    def check_buffers(self) -> None:
-        """Raises:
-        StaleBuffer: An owner's tensor is no longer where it was registered.
-        """
-        self.check_alive()
-        for owner in self.owners.values():
-            owner.check()
-
-    def check_alive(self) -> None:
-        """Raises:
-        StaleBuffer: A buffer was deleted or donated.
-        """
-        for owner in self.owners.values():
-            owner.check_alive()
-
-    def wait_for_readers(self) -> None:
-        """Blocks until what was queued before and reads the buffers has ended, unless the update runs behind it."""
-        if self.executor is None or not self.executor.in_order:
-            wait_for_readers({shard.device for shard in self.buffers.values()})
-
-    def make_executor(self, source_devices: Mapping[int, jax.Device]) -> None:
-        """Prepares the plan for a trainer whose ranks are on these devices."""
-        self.executor = make_executor(self.plan, self.buffers, source_devices, self.choice)
-
-    def stepping(self, source: Tree | None) -> Any:
-        """What makes senders for steps of the trainer whose tree is `source`.
-
-        Raises:
-          RegistrationError: The plan does not run on the persistent executor, or the trainer's tree does not say where
-            its arrays are.
-        """
-        if self._stepping is None:
-            if self.part is not None:
-                raise RegistrationError(
-                    "receiving: a jitted step cannot send to other processes yet. Call sf.sync(params, plan) after "
-                    "the step."
-                )
-            placed = source is not None and all(device is not None for device in source.devices)
-            if source is None or not placed or None in source.shardings.values():
-                raise RegistrationError(
-                    "receiving: the plan does not know the trainer's shardings. Make it from the trainer's jax.Arrays "
-                    "or ShapeDtypeStructs on a mesh of devices, or call sf.sync(params, plan) after the step."
-                )
-            reasons = reasons_against(self.plan, self.buffers, [d for d in source.devices if d is not None])
-            if reasons or self.choice == "portable":
-                raise RegistrationError(
-                    f"receiving: a jitted step can send only through the persistent kernel, but "
-                    f"{'; '.join(reasons) or 'executor is portable'}. Call sf.sync(params, plan) after the step."
-                )
-            from shardfly_jax.executors.stepping import Stepping
-
-            self._stepping = Stepping(self.executor, source.shardings)  # type: ignore[arg-type]  # as was just checked
-        return self._stepping
-
-    def handles(self) -> Any:
-        """The rollouts' params: new arrays at the registered addresses, in their owners' structures."""
-        built = {name: owner.handles() for name, owner in self.owners.items()}
-        return built[TARGET] if list(built) == [TARGET] else built
 
 
 def why_not_persistent(plan: Plan) -> tuple[str, ...]:
@@ -246,17 +61,42 @@ def register(
     Raises:
       RegistrationError: Lists every buffer that is missing or does not fit, or that shares memory with another.
       WorldError, WorldLost: The world refuses this process' ranks, or is gone.
+      UpdateRefused: An update of the plan that was registered in the world before is pending.
     """
     if executor not in EXECUTORS:
         raise RegistrationError(f"registration: executor is {executor!r}, but one of {list(EXECUTORS)} is needed.")
+    held = held_ranks(plan, world, ranks)
+    trees = trees_here(plan, held)
+    devices = placed(plan, trees, placement, held)
+    given = allocate(plan, trees, devices, held) if owner is None else owners_of(owner, trees)
+    session = open_session(plan, given, devices, held, allocated=owner is None, executor=executor)
+    return activated(session, plan, world)
+
+
+def open_session(
+    plan: Plan,
+    given: Mapping[str, Any],
+    devices: Mapping[str, Mapping[int, jax.Device]],
+    held: frozenset[int],
+    *,
+    allocated: bool,
+    executor: str,
+) -> Session:
+    """The session of a plan whose owners are known; nobody takes part in it yet.
+
+    Args:
+      given: Owner of each target tree that has ranks here.
+      devices: Of each of these trees, by rank counted from 0.
+      held: Ranks of this process.
+      allocated: Whether the buffers were made for this.
+      executor: One of `EXECUTORS`.
+
+    Raises:
+      RegistrationError: Lists every buffer that is missing or does not fit, or that shares memory with another.
+    """
     plan = dataclasses.replace(plan, session=None)
-    held = _held(plan, world, ranks)
-    trees = list(dict.fromkeys(replica.tree for replica in plan.replicas if held & set(replica.ranks)))
-    devices = _placed(plan, trees, placement, held)
-    allocated = owner is None
-    given = allocate(plan, trees, devices, held) if allocated else _owners(owner, trees)
     owners = {}
-    for name in trees:
+    for name in given:
         tree = plan.targets.get(name)
         planned = (
             set(tree.tensors)
@@ -265,7 +105,15 @@ def register(
         )
         known = {k: d for k, d in enumerate(tree.devices) if d is not None} if tree and not allocated else devices[name]
         owners[name] = Owner(plan, name, given[name], planned, known if tree else {}, held, allocated)
-    session = Session(plan, owners, allocated, executor, held)
+    return Session(plan, owners, allocated, executor, held)
+
+
+def activated(session: Session, plan: Plan, world: World | None) -> Plan:
+    """The plan with a session that takes part in updates from now on.
+
+    Raises:
+      RegistrationError, WorldError, WorldLost, UpdateRefused: As `register`.
+    """
     if world is not None:
         from shardfly_jax.worlds.part import Part
 
@@ -275,7 +123,12 @@ def register(
     return dataclasses.replace(plan, session=session)
 
 
-def _held(plan: Plan, world: World | None, ranks: Iterable[int] | None) -> frozenset[int]:
+def trees_here(plan: Plan, held: frozenset[int]) -> list[str]:
+    """Names of the target trees that have ranks in this process."""
+    return list(dict.fromkeys(replica.tree for replica in plan.replicas if held & set(replica.ranks)))
+
+
+def held_ranks(plan: Plan, world: World | None, ranks: Iterable[int] | None) -> frozenset[int]:
     """The ranks of this process.
 
     Raises:
@@ -297,7 +150,12 @@ def _held(plan: Plan, world: World | None, ranks: Iterable[int] | None) -> froze
     return frozenset(int(rank) for rank in held)
 
 
-def _owners(owner: Any, trees: list[str]) -> dict[str, Any]:
+def owners_of(owner: Any, trees: list[str]) -> dict[str, Any]:
+    """The owner of each target tree.
+
+    Raises:
+      RegistrationError: They are not given for just these trees.
+    """
     if isinstance(owner, Replicas):
         owner = dict(owner.trees)
     if trees == [TARGET]:
@@ -311,11 +169,22 @@ def _owners(owner: Any, trees: list[str]) -> dict[str, Any]:
     return owner
 
 
-def _placed(plan: Plan, trees: list[str], placement: Any, held: frozenset[int]) -> dict[str, dict[int, jax.Device]]:
-    """Device of each rank of this process, per tree, by rank counted from the tree's first."""
-    local = jax.local_devices()
+def check_placement(placement: Any) -> None:
+    """Raises:
+    RegistrationError: It is none.
+    """
     if placement is not None and not callable(placement) and not isinstance(placement, Mapping):
         raise RegistrationError(f"registration: placement is a {type(placement).__name__}. Give a dict or a function.")
+
+
+def placed(plan: Plan, trees: list[str], placement: Any, held: frozenset[int]) -> dict[str, dict[int, jax.Device]]:
+    """Device of each rank of this process, per tree, by rank counted from the tree's first.
+
+    Raises:
+      RegistrationError: `placement` is no placement, or names no device for some rank.
+    """
+    local = jax.local_devices()
+    check_placement(placement)
     out: dict[str, dict[int, jax.Device]] = {}
     turn = 0
     for name in trees:

@@ -46,6 +46,7 @@ def explain(plan: Plan, topology: Topology) -> str:
         _head(plan),
         _summary(plan, traffic, predicted),
         *_transport(plan),
+        *_rescaled(plan),
         "Targets",
         _families(plan),
         Text("boxes: distinct boxes / ranks that hold one; written: payload, copies within a rank and fills"),
@@ -74,6 +75,25 @@ def _transport(plan: Plan) -> list[Text]:
     held = ", ".join(map(str, sorted(part.held)))
     lines = [f"Transport: {part.transport}; ranks of this process: {held}"]
     lines += [f"  not {name}: {reason}" for name, reason in part.passed_over.items()]
+    return [Text("\n".join(lines))]
+
+
+def _rescaled(plan: Plan) -> list[Text]:
+    """What was kept of the plan before; nothing for a plan that has replaced none."""
+    session = getattr(plan, "session", None)
+    done = session.rescaled if session is not None else None
+    if done is None:
+        return []
+    kept, made, freed = (bytes_text(n) for n in (done.kept_nbytes, done.allocated_nbytes, done.freed_nbytes))
+    lines = [
+        f"Rescaled: {done.kept:,} buffers kept ({kept}), {done.allocated:,} allocated ({made}), "
+        f"{done.freed:,} freed ({freed})",
+    ]
+    if done.kernels + done.compiled:
+        lines.append(f"  {done.kernels} kernels used again, {done.compiled} compiled")
+    for what, names in (("go on serving", done.serving), ("wait for an update", done.joined)):
+        if names:
+            lines.append(f"  {what}: {some(names, 6)}")
     return [Text("\n".join(lines))]
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardfly_jax.binding import bind, check_addresses, shards_of
+from shardfly_jax.binding import bind, check_addresses, check_not_donated, ready_shards, shards_of
 from shardfly_jax.executors.memory import Key, Sources, fresh_handle, host_bytes
 from shardfly_jax.planning import Plan
-from shardfly_jax.registry import Session
+from shardfly_jax.session import Session
 from shardfly_jax.sharding.errors import NotRegistered, ParamsMismatch, VerificationError
 from shardfly_jax.sharding.evaluate import evaluate
 from shardfly_jax.sharding.formats import np_dtype
@@ -19,8 +19,18 @@ from shardfly_jax.sharding.layouts import Box
 from shardfly_jax.sharding.moves import View
 from shardfly_jax.sharding.patterns import FAMILY, name_pattern
 
+PATIENCE_SECS = 600.0
+"""How long a process of a world waits by default for an update for which it does not block a trainer."""
 
-def sync(params: Any, plan: Plan, *, progress: Callable[[int], None] | None = None) -> Any:
+
+def sync(
+    params: Any,
+    plan: Plan,
+    *,
+    wait: bool = True,
+    wait_secs: float | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Any:
     """Brings every rollout to the trainer's current weights.
 
     In a world every process takes part in every update: those with trainer ranks call this, the others `receive`.
@@ -28,20 +38,31 @@ def sync(params: Any, plan: Plan, *, progress: Callable[[int], None] | None = No
     Blocks until the update's outcome is known. Computations on rollout params that were queued before see the old
     weights; what runs after it returns sees the new ones.
 
+    With `wait=False` only the arguments are checked at once. The update goes on in a thread, which waits for the params
+    to be computed, in a world for every rollout to call `receive` (until then rollouts go on with the old weights), and
+    moves them. Nothing waits on a device. Another update of the plan is refused until this one is done.
+
     Args:
-      params: The trainer's tree as it was planned: same names, shapes, dtypes and shardings.
+      params: The trainer's tree as it was planned: same names, shapes, dtypes and shardings. With `wait=False` the
+        handle keeps them alive; do not donate them before it is done, or the update fails.
       plan: A registered plan.
+      wait: Whether to wait for the outcome.
+      wait_secs: In a world, how long every other process may take to take part. By default the world's deadline, and
+        600 s with `wait=False`. Afterwards the world's deadline counts.
       progress: Called with bytes written as they are, from several threads.
 
     Returns:
       The rollout's params: new arrays at the registered addresses, in the structure of their owner; a dict of trees for
       several replica trees. Arrays returned earlier are invalid from now on. None on a process of a world that holds no
       rollout ranks.
+      With `wait=False` a handle: `done()` says whether the outcome is known, `result(timeout=None)` returns the above
+      or raises.
 
     Raises:
       NotRegistered, DigestMismatch: The plan has no buffers, or another plan's.
       ParamsMismatch: `params` are not the planned ones. Nothing was written, the old version is still served.
       StaleBuffer: An owner rebound, deleted or donated a buffer. Nothing was written.
+      UpdateRefused: An update that was begun with `wait=False` is not done. Nothing was written.
       SyncTimeout, RankLost, UpdateRefused, WorldLost: In a world, another process failed; the message says whether
         anything was written.
       Any error in between: replicas are poisoned until the next complete update.
@@ -51,29 +72,63 @@ def sync(params: Any, plan: Plan, *, progress: Callable[[int], None] | None = No
     if progress is not None and not callable(progress):
         raise ParamsMismatch(f"sync: progress is a {type(progress).__name__}, but a function of bytes is needed.")
     session = plan.registered()
-    if session.part is not None:
-        if not session.part.sends:
-            raise NotRegistered("sync: this process holds no trainer ranks. Call sf.receive(plan).")
-        return session.part.update(params, None, progress)
+    if wait_secs is None and not wait:
+        wait_secs = PATIENCE_SECS
+    _check_secs("sync", wait_secs)
+    part = session.part
+    if part is not None and not part.sends:
+        raise NotRegistered("sync: this process holds no trainer ranks. Call sf.receive(plan).")
+
+    def prepare() -> Callable[[], Any]:
+        if part is not None:
+            return part.prepare(params, wait_secs, progress)
+        return _prepare(params, session, progress, wait)
+
+    if not wait:
+        return session.update_later(prepare)
     with session.updating():
-        leaves, binding = bind(params, session)
-        session.check_buffers()
-        if session.executor is None:
-            session.make_executor(binding.devices)
-        assert session.executor is not None
-        arrays = shards_of(leaves, binding)
-        jax.block_until_ready(list(arrays.values()))
-        check_addresses(session, binding, arrays)
-        session.wait_for_readers()
-        with session.attempting():
-            guarded = None if progress is None else session.guarded(progress)
-            wait = session.executor.start(arrays, guarded)
-            handles = session.handles()  # made while the update runs
-            wait()
-        return handles
+        out = prepare()()
+        return session.handles() if part is not None and session.serves else out
 
 
-def receive(plan: Plan, *, wait_secs: float = 600.0, progress: Callable[[int], None] | None = None) -> Any:
+def _prepare(params: Any, session: Session, progress: Callable[[int], None] | None, wait: bool) -> Callable[[], Any]:
+    """Checks the arguments of an update in one process; the rest of it.
+
+    Args:
+      wait: Whether somebody waits for the rest, which then returns the rollout's params.
+    """
+    leaves, binding = bind(params, session)
+    session.check_buffers()
+    if session.executor is None:
+        session.make_executor(binding.devices)
+    executor = session.executor
+    assert executor is not None
+
+    def run() -> Any:
+        try:
+            arrays, kept = ready_shards(leaves, binding, keep=not wait)
+            check_addresses(session, binding, arrays)
+            session.wait_for_readers()
+            with session.attempting():
+                finish = executor.start(arrays, None if progress is None else session.guarded(progress))
+                handles = session.handles() if wait else None  # made while the update runs
+                finish()
+                if not wait:
+                    check_not_donated(leaves, binding)
+            kept.clear()  # not before
+            return handles
+        finally:
+            leaves.clear()  # an error that is kept would keep them
+
+    return run
+
+
+def _check_secs(what: str, wait_secs: float | None) -> None:
+    if wait_secs is not None and (not isinstance(wait_secs, int | float) or not 0 < wait_secs < float("inf")):
+        raise ParamsMismatch(f"{what}: wait_secs is {wait_secs!r}, but a positive number of seconds is needed.")
+
+
+def receive(plan: Plan, *, wait_secs: float = PATIENCE_SECS, progress: Callable[[int], None] | None = None) -> Any:
     """Takes part in the next update, on a process without trainer ranks; see `sync`.
 
     Args:
@@ -92,9 +147,10 @@ def receive(plan: Plan, *, wait_secs: float = 600.0, progress: Callable[[int], N
         raise NotRegistered(
             "receive: it is for processes of a world that hold rollout ranks only. Call sf.sync(params, plan)."
         )
-    if not isinstance(wait_secs, int | float) or not 0 < wait_secs < float("inf"):
-        raise ParamsMismatch(f"receive: wait_secs is {wait_secs!r}, but a positive number of seconds is needed.")
-    return session.part.update(None, wait_secs, progress)
+    _check_secs("receive", wait_secs)
+    with session.updating():
+        session.part.prepare(None, wait_secs, progress)()
+        return session.handles()
 
 
 def params(plan: Plan) -> Any:

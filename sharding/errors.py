@@ -77,7 +77,14 @@ class RankLost(TransferError):
 
 
 class UpdateRefused(TransferError):
-    """Another process voted against an update before anything moved; says why, and whether replicas are poisoned."""
+    """An update that may not begin: another process voted against it, or an earlier one is pending; says which.
+
+    Nothing was written, unless the message says that replicas are poisoned.
+    """
+
+
+class StillPending(ShardflyError, TimeoutError):
+    """An update that goes on in the background has no outcome yet; nothing is wrong."""
 
 
 class WorldError(ShardflyError, RuntimeError):

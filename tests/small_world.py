@@ -52,21 +52,26 @@ def like(mesh: AbstractMesh, shape: tuple[int, ...], dtype: str, *spec: Any) -> 
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
 
-def make_plan(scale: float = 1.0, replicas: int = 2) -> sf.Plan:
-    """The plan; another `scale` or number of replicas makes another one."""
-    rollout = AbstractMesh((replicas, 2), ("replica", "tp"))
-    source: dict[str, Any] = {"norm": like(TRAINER, (12,), "float32")}
+def target_of(replicas: int, tp: int = 2) -> dict[str, Any]:
+    """What rollouts of some replicas of `tp` ranks hold."""
+    rollout = AbstractMesh((replicas, tp), ("replica", "tp"))
     target: dict[str, Any] = {"norm": like(rollout, (12,), "float32")}
     for i in range(LAYERS):
-        source[f"h.{i}.w"] = like(TRAINER, (16, 12), "float32", "fsdp")
         target[f"h.{i}.wt"] = like(rollout, (12, 16), "bfloat16", "tp")
         target[f"h.{i}.w2"] = like(rollout, (16, 14), "float32", None, "tp")
+    return target
+
+
+def make_plan(scale: float = 1.0, replicas: int = 2, tp: int = 2) -> sf.Plan:
+    """The plan; another `scale`, number of replicas or `tp` makes another one."""
+    source: dict[str, Any] = {"norm": like(TRAINER, (12,), "float32")}
+    source.update({f"h.{i}.w": like(TRAINER, (16, 12), "float32", "fsdp") for i in range(LAYERS)})
     mapping = {
         "norm": sf.src("norm").scale(scale),
         "h.{i}.wt": sf.src("h.{i}.w").rearrange("a b -> b a"),
         "h.{i}.w2": sf.src("h.{i}.w").pad([(0, 0), (0, 2)], 7.0),
     }
-    return sf.make_plan(source, target, sf.Mapping(mapping), allow_cast=("*",))
+    return sf.make_plan(source, target_of(replicas, tp), sf.Mapping(mapping), allow_cast=("*",))
 
 
 def weights(seed: int) -> dict[str, np.ndarray]:
@@ -192,15 +197,28 @@ class Worker:
         self.world: Any = None
         self.ranks: list[int] = []
 
-    def join(self, address: str, ranks: list[int], token: str = TOKEN, scale: float = 1.0) -> dict[str, Any]:
+    def join(self, address: str, ranks: list[int], replicas: int = 2, tp: int = 2) -> dict[str, Any]:
         if self.world is not None:
             self.world.close()
         self.ranks = ranks
-        self.plan = make_plan(scale)
+        self.plan = make_plan(replicas=replicas, tp=tp)
         listen = "tcp://127.0.0.1:0" if max(ranks) >= 2 else None
-        self.world = sf.connect(address, token, listen=listen, name="-".join(map(str, ranks)), deadline_secs=30)
+        self.world = sf.connect(address, TOKEN, listen=listen, name="-".join(map(str, ranks)), deadline_secs=30)
         self.plan = sf.register(self.plan, world=self.world, ranks=ranks)
         return {}
+
+    def rescale(self, ranks: list[int], replicas: int, tp: int = 2) -> dict[str, Any]:
+        self.faults.plan("", 0, "")
+        where = self._addresses()
+        self.plan = sf.rescale(self.plan, target_of(replicas, tp), ranks=ranks)
+        self.ranks = ranks
+        done = self.plan.rescaled
+        assert done is not None
+        assert done.kept == len(where & self._addresses())
+        return {"kept": done.kept, "allocated": done.allocated, "serving": done.serving, "joined": done.joined}
+
+    def _addresses(self) -> set[int]:
+        return {shard.address for shard in self.plan.registered().buffers.values()}
 
     def update(self, seed: int, fault: tuple[str, int, str] | None = None) -> dict[str, Any]:
         self.faults.plan(*(fault or ("", 0, "")))
@@ -224,7 +242,7 @@ def main() -> None:
     cut_small()
     worker = Worker()
     commands: Mapping[str, Callable[..., dict[str, Any]]] = {
-        name: getattr(worker, name) for name in ("join", "update", "serves", "close")
+        name: getattr(worker, name) for name in ("join", "rescale", "update", "serves", "close")
     }
     print(json.dumps({"outcome": "started"}), flush=True)
     for line in sys.stdin:

@@ -242,7 +242,7 @@ def test_a_failure_half_way_poisons_until_the_next_complete_update(
     poison_buffers(plan)
     sf.sync(params, plan)
     assert_holds(sf.params(plan)["w"], x)
-    assert plan.version == {"rollout/0": 2, "rollout/1": 2}
+    assert plan.version == {"rollout/0": 3, "rollout/1": 3}
     assert sf.verify(params, plan) == plan.target_nbytes
 
 

@@ -199,4 +199,4 @@ def test_an_update_in_a_step_that_fails_waits_for_its_sends_and_leaves_poison() 
     with pytest.raises(sf.Poisoned, match="SyncTimeout"):
         update.params()
     sf.sync(w, plan)
-    assert dict(plan.version) == {"rollout": 2}
+    assert dict(plan.version) == {"rollout": 4}

@@ -217,6 +217,36 @@ def test_a_new_plan_of_the_same_size_class_compiles_nothing(model: tuple[Any, sf
     assert launch.kernels._cache_size() == compiled
 
 
+def test_a_replica_joins_on_the_trainers_gpu_without_compiling_anything() -> None:
+    shapes, plan = small_model(one_gpu_mesh(), lambda rank: gpus()[0], (2, 1))
+    sf.sync(fresh_params(shapes, np.random.default_rng()), plan)
+    compilations: list[str] = []
+    before = {shard.address for shard in plan.registered().buffers.values()}
+    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compilations.append(name))
+    try:
+        target = sf.engines.vllm.rollout(MODEL, AbstractMesh((3, 1), ("replica", "tp")))
+        plan = sf.rescale(plan, target.params, placement=lambda rank: gpus()[0])
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert not [name for name in compilations if "backend_compile" in name]
+    assert (plan.rescaled.kernels, plan.rescaled.compiled) == (3, 0)
+    assert before <= {shard.address for shard in plan.registered().buffers.values()}
+    for _ in range(2):
+        params = fresh_params(shapes, np.random.default_rng())
+        sf.sync(params, plan)
+        assert sf.verify(params, plan) == plan.target_nbytes
+
+
+def test_updates_in_the_background_arrive_bit_for_bit(model: tuple[Any, sf.Plan]) -> None:
+    shapes, plan = model
+    for number in range(1, 4):
+        params = fresh_params(shapes, np.random.default_rng())
+        handle = sf.sync(params, plan, wait=False)
+        handle.result(60)
+        assert sf.verify(params, plan) == plan.target_nbytes
+        assert set(plan.version.values()) == {number}
+
+
 def test_a_trainer_that_never_sends_is_named_and_the_next_update_heals(model: tuple[Any, sf.Plan]) -> None:
     shapes, plan = model
     params = fresh_params(shapes, np.random.default_rng())
@@ -232,7 +262,7 @@ def test_a_trainer_that_never_sends_is_named_and_the_next_update_heals(model: tu
     params = fresh_params(shapes, np.random.default_rng())
     sf.sync(params, plan)
     sf.verify(params, plan)
-    assert plan.version["rollout/0"] == 2
+    assert plan.version["rollout/0"] == 3
 
 
 def test_a_send_without_ready_writes_nothing_and_names_who_was_not_ready(model: tuple[Any, sf.Plan]) -> None:

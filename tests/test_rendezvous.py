@@ -24,6 +24,7 @@ class World:
         self.rendezvous = Rendezvous(session=SESSION, deadline_secs=DEADLINE_SECS, lost_secs=LOST_SECS)
         self.now = 0.0
         self.heard: dict[str, list[Header]] = {}
+        self.news: dict[str, Header] = {}
 
     def say(self, who: str, op: str, **fields: Any) -> None:
         header = {"op": op, "session": SESSION, "seq": 1, **fields}
@@ -37,7 +38,10 @@ class World:
     def _deliver(self, out: list[tuple[bytes, Header]]) -> None:
         for who, header in out:
             assert Seal("x").open(Seal("x").close({**header, "seq": 1}), FROM_RENDEZVOUS)
-            self.heard.setdefault(who.decode(), []).append(header)
+            if header["op"] == "news":
+                self.news[who.decode()] = header
+            else:
+                self.heard.setdefault(who.decode(), []).append(header)
 
     def join(self, who: str, role: str | None = None, digest: str = "d", **versions: int) -> None:
         self.say(who, "hello", protocol=PROTOCOL, name=who)
@@ -117,6 +121,56 @@ def test_numbers_rise_past_versions_from_before_a_restart() -> None:
     for who in HELD:
         world.enter(who)
     assert world.last("t")["number"] == 42
+
+
+def test_news_tell_of_updates_that_wait_begin_and_become_complete() -> None:
+    world = World()
+
+    def told() -> tuple[int, dict[str, int]]:
+        assert len({(n["newest"], *sorted(n["versions"].items())) for n in world.news.values()}) == 1
+        return world.news["t"]["newest"], world.news["t"]["versions"]
+
+    for who in HELD:
+        world.join(who)
+    assert told() == (0, {})
+    world.join("a1", a=3)
+    world.join("a2", a=2)
+    world.join("b", b=3)
+    assert told() == (3, {"a": 2, "b": 3}), "half of replica a was behind"
+    world.enter("b")
+    assert told()[0] == 3, "a rollout that waits is no update"
+    world.enter("t")
+    assert told()[0] == 4
+    world.say("t", "withdraw", entry=1, why="it changed its mind")
+    assert told()[0] == 3
+    for who in ("t", "a1", "a2"):
+        world.enter(who)
+    assert told() == (4, {"a": 2, "b": 3})
+    epoch = world.last("t")["epoch"]
+    for who in ("a1", "a2", "b"):
+        world.say(who, "ready", epoch=epoch)
+    world.say("b", "arrived", epoch=epoch)
+    assert told() == (4, {"a": 2, "b": 4})
+    world.say("t", "fail", epoch=epoch, kind="error", phase="send", rank=0, why="broken")
+    for who in HELD:
+        world.enter(who, 2)
+    assert told() == (5, {"a": 2, "b": 4})
+    assert world.last("t")["number"] == 5, "a number is never used twice"
+
+
+def test_processes_of_another_plan_are_nobodys_loss() -> None:
+    world = World()
+    world.join("old", "b", digest="old")
+    world.join("older", "a2", digest="old")
+    for who in HELD:
+        world.join(who)
+        if who != "b":
+            world.enter(who)
+    world.enter("old", refusal="its owner rebound a buffer")
+    world.say("older", "leave")
+    assert [world.last(who)["op"] for who in ("t", "a1", "a2")] == ["registered"] * 3
+    world.enter("b")
+    assert world.last("t")["op"] == "begin"
 
 
 def test_a_silent_process_is_lost_and_named() -> None:

@@ -6,86 +6,23 @@ kept from scenario to scenario; who dies is replaced, who was stopped goes on an
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
-import os
-import queue
 import random
 import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("zmq", reason="needs pyzmq (the zmq extra)")
 
-from small_world import PROGRAM, RANKS, TOKEN
+from small_world import RANKS, TOKEN
+from worker_process import PATIENCE_SECS, Process
 
 import shardfly_jax as sf
 
 DEADLINE_SECS = 3.0
 LOST_SECS = 4.0
-PATIENCE_SECS = 45.0
-"""Beyond every deadline; who has not answered by then hangs."""
 TRAINERS, ROLLOUTS = ("t0", "t1"), ("r0", "r1", "r2")
-
-
-class Process:
-    """A worker process: commands in, answers out."""
-
-    def __init__(self) -> None:
-        flags = "--xla_force_host_platform_device_count=2"
-        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-        env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": path}
-        self.popen = subprocess.Popen(
-            [sys.executable, "-P", "-W", "ignore", "-c", PROGRAM],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True,
-        )  # fmt: skip
-        self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        threading.Thread(target=self._read, daemon=True).start()
-        self.has_started = False
-
-    def _read(self) -> None:
-        assert self.popen.stdout is not None
-        for line in self.popen.stdout:
-            self._answers.put(json.loads(line))
-        self._answers.put({"outcome": "died"})
-
-    def ask(self, command: str, **arguments: Any) -> None:
-        assert self.popen.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.popen.stdin.write(json.dumps([command, arguments]) + "\n")
-            self.popen.stdin.flush()
-
-    def answer(self) -> dict[str, Any]:
-        if not self.has_started:
-            assert self._answers.get(timeout=PATIENCE_SECS)["outcome"] == "started"
-            self.has_started = True
-        try:
-            return self._answers.get(timeout=PATIENCE_SECS)
-        except queue.Empty:
-            pytest.fail(f"process {self.popen.pid} hangs")
-
-    def call(self, command: str, **arguments: Any) -> dict[str, Any]:
-        self.ask(command, **arguments)
-        return self.answer()
-
-    def wait_until_stopped(self) -> None:
-        """Returns once the process has stopped itself; leaves it waitable."""
-        os.waitid(os.P_PID, self.popen.pid, os.WSTOPPED | os.WNOWAIT)
-
-    def end(self) -> None:
-        self.popen.kill()
-        self.popen.wait(timeout=30)
-        for pipe in (self.popen.stdin, self.popen.stdout):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
 
 
 class Pool:

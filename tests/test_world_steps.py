@@ -74,7 +74,7 @@ def run_in_processes(case: Case, plan: Plan, dealt: list[int], seed: int) -> Non
         runs.append(
             Run(
                 steps_of(plan, held, buffers), begin, memory, link=link, incoming=network.incoming(str(process)),  # type: ignore[arg-type]
-                outgoing=network.outgoing(), heard=lambda header: None, own=frozenset(), held=held,
+                outgoing=network.outgoing(), own=frozenset(), held=held,
                 source_ranks=plan.source_ranks, progress=None,
             )
         )  # fmt: skip

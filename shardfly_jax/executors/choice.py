@@ -20,10 +20,14 @@ class Executor(Protocol):
     Attributes:
       alignment: Of the sources that it takes, bytes.
       in_order: Whether what it starts runs behind everything that reads the buffers and was queued before.
+      kernels: Launches that it has compiled before its first update.
+      compiled: Those among them that no executor of this process had compiled before.
     """
 
     alignment: int
     in_order: bool
+    kernels: int
+    compiled: int
 
     def start(self, sources: Sources, progress: Callable[[int], None] | None = None) -> Callable[[], None]:
         """Begins to execute every move of the plan.

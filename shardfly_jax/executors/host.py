@@ -71,6 +71,7 @@ class HostExecutor:
 
     alignment = 1
     in_order = False
+    kernels = compiled = 0
 
     def __init__(self, plan: Plan, buffers: Mapping[Key, Shard]):
         self.plan, self.buffers = plan, buffers

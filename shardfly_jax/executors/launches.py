@@ -20,6 +20,9 @@ from shardfly_jax.sharding.optable import Inbox, OpTables, Phase
 BLOCKS_PER_SM = 4
 FREE_SMS = 16
 """Multiprocessors that a launch which waits for other devices leaves to others."""
+LEAST_RECORDS, LEAST_ADDRESSES, LEAST_FLAGS = 4096, 2048, 16
+"""Smallest size classes: 0.8 MB and 16 KB on a device, and the flags of 8 devices. Small models stay within them when
+replicas join."""
 ROOM_OF_ONE = 128 << 10
 """Bytes of shared memory that make sure that only one block fits on a multiprocessor."""
 
@@ -109,9 +112,14 @@ class Work:
         self.name, self.heads, self.tails, self.publishes = name, heads, tails, publishes
         self.table = table = tables.tables.get((device, phase)) if phase else None
         self.conversions, self.blocks, self.room = conversions if table else (), blocks, room
-        self.flags = size_class(2 * len(tables.devices))  # a tail for each device's send and finish
+        self.flags = size_class(2 * len(tables.devices), LEAST_FLAGS)  # a tail for each device's send and finish
         self._tables, self._device, self._reset, self._tells, self._fixed = tables, device, reset, tells, fixed
         self.moving = [key for key in table.buffers if key not in fixed and not isinstance(key, Inbox)] if table else []
+
+    @property
+    def variant(self) -> tuple[tuple[Conversion, ...], int, int, int]:
+        """Arguments of `transfer.make_kernel`; with the sizes of what `numbers` returns they tell kernels apart."""
+        return self.conversions, self.blocks, self.flags, self.room
 
     def numbers(
         self, operands: Mapping[Key, int] = MappingProxyType({}), n_operands: int = 0
@@ -128,7 +136,9 @@ class Work:
         inboxes = [Inbox(number) for number in (self._device, *(number for number, _ in self._tells))]
         named = [key for key in (*(self.table.buffers if self.table else ()), *inboxes) if key not in operands]
         places = dict(operands) | {key: place for place, key in enumerate(dict.fromkeys(named), n_operands)}
-        tails_at, tells_at, bases_at, size = transfer.launch_size(self.flags, size_class(n_operands + len(named)))
+        tails_at, tells_at, bases_at, size = transfer.launch_size(
+            self.flags, size_class(n_operands + len(named), LEAST_ADDRESSES if self.table else 1)
+        )
         numbers = np.zeros(size, np.uint32)
         numbers[transfer.N_TILES] = self.table.n_tiles if self.table else 0
         numbers[transfer.INBOX], numbers[transfer.COUNTERS] = places[Inbox(self._device)], self._tables.counters
@@ -149,7 +159,7 @@ class Work:
     def _records(self, places: Mapping[Key | Inbox, int]) -> np.ndarray:
         """The records, their buffers named by place, padded so that plans of one size class share a kernel."""
         n_records = len(self.table.words) if self.table else 0
-        words = np.zeros((size_class(n_records), records.WORDS), np.int32)
+        words = np.zeros((size_class(n_records, LEAST_RECORDS if n_records else 1), records.WORDS), np.int32)
         if self.table:
             words[:n_records] = self.table.words
             place = np.array([*(places[key] for key in self.table.buffers), -1], np.int32)  # -1 names nothing
@@ -204,6 +214,10 @@ def set_attempt(
     numbers[..., parts + transfer.NEW_VERSION] = np.where(publishes, attempt.version & 0xFFFFFFFF, 0xFFFFFFFF)
 
 
+_COMPILED: set[tuple[object, ...]] = set()
+"""What tells apart the kernels that this process has compiled."""
+
+
 class Launch:
     """Work of one device, launched phase by phase by one call of the host, which pays for a call and not for each.
 
@@ -211,6 +225,9 @@ class Launch:
       works: What it does, in this order.
       device: Where.
       sources: In which order `start` is given the addresses of buffers that are not fixed.
+
+    Attributes:
+      is_new: Whether its kernel had to be compiled.
     """
 
     def __init__(self, works: Sequence[Work], device: jax.Device, sources: Sequence[Key]):
@@ -221,7 +238,7 @@ class Launch:
             numbers, table, words = work.numbers()
             tables.append(table)
             all_numbers.append(numbers)
-            kernels.append((work.conversions, work.blocks, work.flags, work.room, 0, at))
+            kernels.append((*work.variant, 0, at))
             taken += [place[key] for key in work.moving]
             low += [at + words[key] for key in work.moving]
             at += len(numbers)
@@ -231,7 +248,10 @@ class Launch:
         self._tables = jax.device_put(tables, device)
         self._state = jax.device_put(np.zeros(transfer.STATE, np.int32), device)
         self.kernels = _jitted(tuple(kernels), device)
+        compiled = (*kernels, *(len(table) for table in tables), device)
+        self.is_new = compiled not in _COMPILED
         self._compile()
+        _COMPILED.add(compiled)
 
     def _compile(self) -> None:
         """Launches it with nothing to do, so that the first update compiles nothing."""
@@ -280,6 +300,6 @@ def _jitted(kernels: tuple[tuple[Any, ...], ...], device: jax.Device) -> Callabl
     return jax.jit(launch, donate_argnums=2, out_shardings=tuple(places))
 
 
-def size_class(n: int) -> int:
-    """The next power of two: plans of one class share a compiled kernel."""
-    return 1 << max(n - 1, 1).bit_length()
+def size_class(n: int, least: int = 1) -> int:
+    """The next power of two, or `least`: plans of one class share a compiled kernel."""
+    return max(least, 1 << max(n - 1, 1).bit_length())

@@ -130,6 +130,16 @@ def host_bytes(address: int, nbytes: int) -> np.ndarray:
     return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
 
 
+def hold(arrays: Iterable[jax.Array]) -> list[np.ndarray]:
+    """Views that keep the memory of arrays on CPU devices.
+
+    While they live, JAX copies an array that a computation donates, instead of letting the result take its memory.
+    Arrays on other devices are left alone.
+    """
+    on_cpu = [array for array in arrays if all(device.platform == "cpu" for device in array.devices())]
+    return [np.asarray(fresh_handle(array)) for array in on_cpu]
+
+
 def wait_for_readers(devices: set[jax.Device]) -> None:
     """Blocks until computations that may read arrays on these devices have ended: all of their platform.
 

@@ -81,7 +81,7 @@ class PersistentExecutor:
       works: What each phase does on each of them that takes part in it, by number.
       idle: Gives the work of a device that takes part in a launch and has nothing to do.
       source_keys: Source shards that are read.
-
+      kernels, compiled: See `Executor`.
     """
 
     alignment = PIECE_NBYTES
@@ -106,8 +106,9 @@ class PersistentExecutor:
         self.source_keys = list(dict.fromkeys(key for work in self.works["send"].values() for key in work.moving))
         alone = len(self.devices) == 1
         self._launches = self.launches("ready", "send", "finish") if alone else self.launches("send", "finish")
-        if not alone:
-            _ = self._readies  # compiled now, not by the first update
+        first = [*self._launches, *([] if alone else self._readies)]  # compiled now, not by the first update
+        self.kernels = sum(len(launch.works) for launch in first)
+        self.compiled = sum(len(launch.works) for launch in first if launch.is_new)
 
     def launches(self, *phases: str) -> list[Launch]:
         """Launches of some phases, one for each device that has work in them."""

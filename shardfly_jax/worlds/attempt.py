@@ -58,7 +58,6 @@ class Run:
       begin: The message that began the attempt.
       memory: Bytes of every local buffer, sources and targets.
       link, incoming, outgoing: Its channels; `incoming` is None if it holds no rollout rank.
-      heard: Told of every *complete*: the replicas and their version.
       own: The replicas of which it holds ranks.
       held: Its ranks.
       source_ranks: Ranks below it are trainers.
@@ -77,7 +76,6 @@ class Run:
         link: Link,
         incoming: Incoming | None,
         outgoing: Outgoing,
-        heard: Callable[[Header], None],
         own: frozenset[str],
         held: frozenset[int],
         source_ranks: int,
@@ -85,7 +83,7 @@ class Run:
     ):
         self._begin, self._memory, self._link = begin, memory, link
         self._incoming, self._outgoing = incoming, outgoing
-        self._heard, self._progress = heard, progress
+        self._progress = progress
         self.epoch, self.session = begin["epoch"], begin["session"]
         self.complete: set[str] = set()
         self._own = own
@@ -142,8 +140,6 @@ class Run:
     def _listen(self) -> None:
         self._link.wake.clear()
         while (header := self._link.take()) is not None:
-            if header["op"] == "complete":
-                self._heard(header)
             if header.get("epoch") != self.epoch:
                 continue
             match header["op"]:

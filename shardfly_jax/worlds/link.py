@@ -64,6 +64,7 @@ class Link:
     Attributes:
       session, deadline_secs, lost_secs: As the rendezvous says.
       lost: Why it can no longer be used; None while it can.
+      news: The last *news*; they replace each other, so nobody has to take them.
       wake: Readable when there is something to take, or when the link was lost.
 
     Raises:
@@ -71,7 +72,7 @@ class Link:
     """
 
     def __init__(self, context: zmq.Context[Any], address: str, seal: Seal, name: str, wait_secs: float):
-        self.address, self.lost = address, None
+        self.address, self.lost, self.news = address, None, None
         self.wake = Wake()
         self._seal = seal
         self._socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
@@ -95,6 +96,7 @@ class Link:
         self._thread.start()
 
     lost: str | None
+    news: Header | None
 
     def _greet(self, name: str, wait_secs: float) -> None:
         self._send({"op": "hello", "protocol": PROTOCOL, "name": name})
@@ -148,16 +150,20 @@ class Link:
                 return header
             poller.poll(int(left * 1000) + 1)
 
-    def close(self) -> None:
-        """Says *leave* and ends the thread."""
+    def leave(self) -> None:
+        """Says *leave* and ends the thread; whoever still waits for a message gets `WorldLost`."""
         if not self._stopping:
             self._outbox.append({"op": "leave", "session": self.session})
             self._stopping = True
             self._nudge.set()
             self._thread.join()
             self.lost = self.lost or "it was closed"
-            self._nudge.close()
-            self.wake.close()
+            self.wake.set()
+
+    def close(self) -> None:
+        """Frees what a link that was left holds; nobody may wait any more."""
+        self._nudge.close()
+        self.wake.close()
 
     # The thread
 
@@ -206,6 +212,8 @@ class Link:
         self._seen = header["seq"]
         if header["op"] == "expelled":
             self._lose(f"the rendezvous has expelled this process: {header['why']}")
+        elif header["op"] == "news":
+            self.news = header
         elif header["op"] != "beat":
             self._inbox.append(header)
             self.wake.set()

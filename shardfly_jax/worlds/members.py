@@ -13,7 +13,7 @@ class Registration:
       held: Plan-wide ranks.
       replicas: All replicas of the plan: their ranks.
       endpoint: Where it takes payload; empty if it takes none.
-      versions: Of the replicas it holds a part of.
+      versions: Of the replicas it holds a part of; rise as they become complete.
     """
 
     digest: str
@@ -28,6 +28,11 @@ class Registration:
     def ranks(self) -> frozenset[int]:
         """Every rank of its plan."""
         return frozenset(range(self.source_ranks + self.target_ranks))
+
+    @property
+    def is_source(self) -> bool:
+        """Whether it holds a trainer rank."""
+        return any(rank < self.source_ranks for rank in self.held)
 
     @property
     def is_target(self) -> bool:
@@ -62,6 +67,7 @@ class Member:
       gave_up: Its last entry came to nothing: it waited too long for others.
       refusal: Why it voted no last, until it enters again.
       told: Who has been told of that refusal.
+      news: What it has been told last about updates and versions.
     """
 
     name: str
@@ -73,6 +79,7 @@ class Member:
     gave_up: bool = False
     refusal: str | None = None
     told: set[bytes] = dataclasses.field(default_factory=set)
+    news: tuple[str, int, dict[str, int]] | None = None
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

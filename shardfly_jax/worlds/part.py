@@ -1,4 +1,4 @@
-"""A process' part in a registered plan: its votes, its attempts, what it hears about versions."""
+"""A process' part in a registered plan: its votes and its attempts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
-from shardfly_jax.binding import bind, check_addresses, shards_of
-from shardfly_jax.executors.memory import Key, Sources, host_bytes
+from shardfly_jax.binding import Binding, bind, check_addresses, ready_shards
+from shardfly_jax.executors.memory import Key, host_bytes
 from shardfly_jax.sharding.errors import ParamsMismatch, RegistrationError, ShardflyError, SyncTimeout, WorldError
 from shardfly_jax.transports.choice import choose
 from shardfly_jax.transports.sockets import Incoming, Outgoing
@@ -20,7 +19,7 @@ from shardfly_jax.worlds.steps import steps_of, why_not_carried
 from shardfly_jax.worlds.wire import Header
 
 if TYPE_CHECKING:
-    from shardfly_jax.registry import Session
+    from shardfly_jax.session import Session
     from shardfly_jax.worlds.world import World
 
 
@@ -76,7 +75,8 @@ class Part:
             raise
 
     def close(self) -> None:
-        """Closes its sockets; the plan cannot be updated any more."""
+        """Closes its sockets; the plan cannot be updated any more. An update that is pending ends first."""
+        self.session.end_pending()
         self._outgoing.reset()
         if self._incoming is not None:
             self._incoming.close()
@@ -102,7 +102,7 @@ class Part:
             )
 
     def _next(self, ops: set[str], secs: float) -> Header | None:
-        """The next message of some kinds; others are heard or, being of the past, dropped. None if none comes."""
+        """The next message of some kinds; others are of the past and dropped. None if none comes."""
         until = time.monotonic() + secs
         while True:
             header = self.world.link.wait(max(0.0, until - time.monotonic()))
@@ -110,18 +110,29 @@ class Part:
                 return None
             if header["op"] in ops:
                 return header
-            if header["op"] == "complete":
-                self._hear(header)
 
-    def _hear(self, header: Header) -> None:
-        """Notes versions of other processes' replicas; of its own only an attempt in progress may publish."""
-        others = [name for name in header["replicas"] if name not in self.own and name in self.session.versions]
-        self.session.publish(others, header["number"])
+    @property
+    def _news(self) -> Header | None:
+        """What the rendezvous has said last about this plan."""
+        news = self.world.link.news
+        return news if news is not None and news["digest"] == self.session.digest else None
+
+    @property
+    def newest(self) -> int:
+        """Number of the update that began last or is waited with."""
+        return 0 if self._news is None else self._news["newest"]
+
+    def versions_of_others(self) -> dict[str, int]:
+        """Of replicas that other processes hold; of its own only an attempt in progress may publish."""
+        news = self._news
+        return {} if news is None else {name: n for name, n in news["versions"].items() if name not in self.own}
 
     # An update
 
-    def update(self, params: Any, wait_secs: float | None, progress: Callable[[int], None] | None) -> Any:
-        """Takes part in one update.
+    def prepare(
+        self, params: Any, wait_secs: float | None, progress: Callable[[int], None] | None
+    ) -> Callable[[], None]:
+        """Checks the arguments of one update; within `Session.updating`.
 
         Args:
           params: The trainer's; None on a process without trainer ranks.
@@ -129,55 +140,68 @@ class Part:
           progress: Called with bytes written to this process' buffers.
 
         Returns:
-          The rollout's params; None on a process without rollout ranks.
+          Takes part in it.
         """
         session, link = self.session, self.world.link
-        wait_secs = link.deadline_secs if wait_secs is None else wait_secs
-        with session.updating():
-            self.world.check(self)
-            self._entry += 1
+        patience = link.deadline_secs if wait_secs is None else wait_secs
+        self.world.check(self)
+        self._entry += 1
+
+        def refuse(error: Exception) -> None:
+            why = f"{type(error).__name__}: {error}"[:2000]
+            link.say("enter", entry=self._entry, wait_secs=patience, refusal=why)
+
+        try:
+            session.check_buffers()
+            leaves, binding = bind(params, session) if self.sends else ([], None)
+        except Exception as error:
+            refuse(error)
+            raise
+
+        def take_part() -> None:
             try:
-                sources = self._preflight(params)
-            except ShardflyError as error:
-                link.say(
-                    "enter", entry=self._entry, wait_secs=wait_secs, refusal=f"{type(error).__name__}: {error}"[:2000]
-                )
+                memory, kept = self._sources(leaves, binding) if binding is not None else ({}, [])
+            except Exception as error:
+                refuse(error)
                 raise
-            begin = self._enter(wait_secs)
-            guarded = None if progress is None or not self.own else session.guarded(progress)
-            run = self._prepare(begin, sources, guarded)
-            if not self.own:
-                run.run()
-                return None
+            finally:
+                leaves.clear()  # an error that is kept would keep them
+            self._take_part(memory, patience, None if progress is None else session.guarded(progress))
+            kept.clear()  # not before
+
+        return take_part
+
+    def _sources(self, leaves: list[Any], binding: Binding) -> tuple[dict[Key, np.ndarray], list[Any]]:
+        """The bytes of this process' source shards, once they are computed, and what keeps them."""
+        arrays, kept = ready_shards(leaves, binding, keep=True)
+        if other := sorted({str(d) for array in arrays.values() for d in array.devices() if d.platform != "cpu"}):
+            raise ParamsMismatch(
+                f"params: they lie on {', '.join(other)}, but zmq reads host memory only. Copy them to a CPU device."
+            )
+        check_addresses(self.session, binding, arrays)
+        memory = {key: host_bytes(arrays.addresses[key], array.nbytes) for key, array in arrays.items()}
+        return memory, [arrays, kept]
+
+    def _take_part(
+        self, sources: dict[Key, np.ndarray], wait_secs: float, progress: Callable[[int], None] | None
+    ) -> None:
+        session = self.session
+        begin = self._enter(wait_secs)
+        run = self._run_of(begin, sources, progress if self.own else None)
+        if self.own:
             try:
                 session.wait_for_readers()
             except BaseException as error:
                 self._withdraw(f"{type(error).__name__} while it waited for readers")
                 raise
-            session.poison("an update began and did not finish", self.own)
-            try:
-                run.run()
-            except BaseException as error:
-                session.poison(f"an update failed half way: {type(error).__name__}: {error}", self.own)
-                raise
-            finally:
-                session.publish(self.own & run.complete, begin["number"])
-            return session.handles()
-
-    def _preflight(self, params: Any) -> Sources:
-        session = self.session
-        session.check_buffers()
-        if not self.sends:
-            return Sources()
-        leaves, binding = bind(params, session)
-        arrays = shards_of(leaves, binding)
-        jax.block_until_ready(list(arrays.values()))
-        if other := sorted({str(d) for array in arrays.values() for d in array.devices() if d.platform != "cpu"}):
-            raise ParamsMismatch(
-                f"params: they lie on {', '.join(other)}, but zmq reads host memory only. Copy them to a CPU device."
-            )
-        check_addresses(session, binding, arrays)
-        return arrays
+        session.begin(begin["number"], self.own)
+        try:
+            run.run()
+        except BaseException as error:
+            session.poison(f"an update failed half way: {type(error).__name__}: {error}", self.own)
+            raise
+        finally:
+            session.publish(self.own & run.complete, begin["number"])
 
     def _withdraw(self, why: str) -> None:
         self.world.link.say("withdraw", entry=self._entry, why=why)
@@ -212,17 +236,14 @@ class Part:
                 self._withdraw(f"{type(error).__name__} while it waited for others")
             raise
 
-    def _prepare(self, begin: Header, sources: Sources, progress: Callable[[int], None] | None) -> Run:
-        memory: dict[Key, np.ndarray] = dict(self._targets)
-        memory.update((key, host_bytes(sources.addresses[key], array.nbytes)) for key, array in sources.items())
+    def _run_of(self, begin: Header, sources: dict[Key, np.ndarray], progress: Callable[[int], None] | None) -> Run:
         return Run(
             self._steps,
             begin,
-            memory,
+            {**self._targets, **sources},
             link=self.world.link,
             incoming=self._incoming,
             outgoing=self._outgoing,
-            heard=self._hear,
             own=self.own,
             held=self.held,
             source_ranks=self.session.plan.source_ranks,

@@ -37,7 +37,7 @@ class Rendezvous:
         self.members: dict[bytes, Member] = {}
         self.attempt: Attempt | None = None
         self._epoch = 0
-        self._highest = 0
+        self._newest = 0  # number of the update that began last, or that some replica holds
         self._out: Out = []
 
     def handle(self, who: bytes, header: Header, now: float) -> Out:
@@ -176,7 +176,8 @@ class Rendezvous:
         if not new:
             return
         attempt.complete |= set(new)
-        self._highest = max(self._highest, attempt.number)
+        for who, registration in attempt.registrations.items():
+            registration.versions.update({name: attempt.number for name in new if who in attempt.holders(name)})
         self._tell_all(attempt, "complete", epoch=attempt.epoch, number=attempt.number, replicas=new)
         if attempt.complete >= set(attempt.replicas):
             self._tell_all(attempt, "done", epoch=attempt.epoch)
@@ -192,7 +193,7 @@ class Rendezvous:
             registration, _ = member.claim
             if self._rival(who, registration) is None:
                 member.registration, member.claim = registration, None
-                self._highest = max(self._highest, *registration.versions.values(), 0)
+                self._newest = max(self._newest, *registration.versions.values(), 0)
                 self._say(who, "registered")
 
     def _rival(self, who: bytes, wanted: Registration) -> tuple[int, Member] | None:
@@ -217,7 +218,7 @@ class Rendezvous:
             if other.refusal is None or other.registration is None:
                 continue
             for who, member in self.members.items():
-                if member.entry is not None and who not in other.told:
+                if self._waits_in(member, other.registration.digest) and who not in other.told:
                     other.told.add(who)
                     rank = min(other.registration.held)
                     self._fail_entry(who, member, "refused", rank, f"rank {rank} refused: {other.refusal}")
@@ -232,11 +233,15 @@ class Rendezvous:
                 why = f"rank {rank} holds plan {theirs.digest[:12]}, but this process plan {mine[:12]}"
                 self._fail_entry(who, member, "digest", rank, why)
 
+    @staticmethod
+    def _waits_in(member: Member, digest: str) -> bool:
+        return member.entry is not None and member.registration is not None and member.registration.digest == digest
+
     def _entered_ranks(self, digest: str) -> set[int]:
         return {
             rank
             for member in self.members.values()
-            if member.entry is not None and member.registration is not None and member.registration.digest == digest
+            if self._waits_in(member, digest) and member.registration is not None
             for rank in member.registration.held
         }
 
@@ -250,9 +255,10 @@ class Rendezvous:
         if self.attempt is not None:  # all of its processes have given it up
             self._end("timeout", "finish", 0, "its processes have begun another update")
         self._epoch += 1
+        self._newest += 1
         attempt = Attempt(
             epoch=self._epoch,
-            number=self._highest + 1,
+            number=self._newest,
             entries={who: member.entry.number for who, member in entered.items() if member.entry},
             registrations={who: member.registration for who, member in entered.items() if member.registration},
             until=now + self.deadline_secs + GRACE_SECS,
@@ -281,7 +287,7 @@ class Rendezvous:
                 phase = ("finish" if registration.is_target else "send") if attempt.has_gone else "ready"
                 self._end("lost", phase, rank, text)
             for other, waiting in self.members.items():
-                if waiting.entry is not None:
+                if self._waits_in(waiting, registration.digest):  # a process of another plan is nobody's loss
                     self._fail_entry(other, waiting, "lost", rank, text)
         self._settle_claims()
 
@@ -310,6 +316,29 @@ class Rendezvous:
     def _say(self, who: bytes, op: str, **fields: object) -> None:
         self._out.append((who, {"op": op, "session": self.session, **fields}))
 
+    def _news(self, digest: str) -> tuple[str, int, dict[str, int]]:
+        """About a plan: its digest, the number of the newest update and the replicas' versions.
+
+        An update counts as soon as a trainer waits with it, so that a rollout can see that and come.
+        """
+        members = [m for m in self.members.values() if m.registration is not None and m.registration.digest == digest]
+        offered = any(m.entry is not None and m.registration is not None and m.registration.is_source for m in members)
+        versions: dict[str, int] = {}
+        for member in members:
+            for name, version in member.registration.versions.items() if member.registration is not None else ():
+                versions[name] = min(version, versions.get(name, version))
+        return digest, self._newest + offered, versions
+
     def _taken(self) -> Out:
+        """What to send; news go first, so that whoever hears of an outcome knows the versions already."""
         out, self._out = self._out, []
+        news = {
+            digest: self._news(digest)
+            for digest in {m.registration.digest for m in self.members.values() if m.registration}
+        }
+        for who, member in self.members.items():
+            if member.registration is not None and member.news != news[member.registration.digest]:
+                member.news = digest, newest, versions = news[member.registration.digest]
+                self._say(who, "news", digest=digest, newest=newest, versions=versions)
+        out, self._out = self._out + out, []
         return out

@@ -15,7 +15,7 @@ from typing import Any
 
 Header = dict[str, Any]
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Both sides of a world must speak the same."""
 MAC_NBYTES = 16
 MAX_HEADER_NBYTES = 16 << 20
@@ -88,6 +88,7 @@ FROM_RENDEZVOUS = _numbered({
     "welcome": {"session": _is_number, "deadline_secs": _is_secs, "lost_secs": _is_secs},
     "beat": {"session": _is_number},
     "registered": {"session": _is_number},
+    "news": {"session": _is_number, "digest": _is_text, "newest": _is_number, "versions": _is_by_name(_is_number)},
     "refused": {"why": _is_text},
     "expelled": {"why": _is_text},
     "begin": {**_ATTEMPT, "entry": _is_number, "number": _is_number, "endpoints": _is_by_name(_is_text)},

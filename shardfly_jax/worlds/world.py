@@ -54,8 +54,13 @@ class World:
             raise
 
     def hold(self, part: Part) -> None:
-        """Takes part in a plan; in one at a time, so the plan before it ends."""
+        """Takes part in a plan; in one at a time, so the plan before it ends.
+
+        Raises:
+          UpdateRefused: An update of that one is pending.
+        """
         if self._part is not None:
+            self._part.session.check_idle()
             self._part.close()
         self._part = part
 
@@ -79,6 +84,7 @@ class World:
         if self.context.closed:
             return
         atexit.unregister(self.close)
+        self.link.leave()  # first, so that an update that is under way ends
         if self._part is not None:
             self._part.close()
             self._part = None
