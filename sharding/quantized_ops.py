@@ -8,18 +8,18 @@ them wait for the counter of those that fill them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardfly_jax.sharding import quantized_records as q, records as r
-from shardfly_jax.sharding.formats import Amax, Conversion, Encode, Step, ToScale, itemsize
+from shardfly_jax.sharding.formats import Amax, Conversion, Encode, ToScale, itemsize
 from shardfly_jax.sharding.layouts import dense_strides
 from shardfly_jax.sharding.moves import Key, Move, source_key, target_key
 from shardfly_jax.sharding.ops import Counter, Inbox, InboxWords, Op, Phase
 from shardfly_jax.sharding.plan import Plan, slot_key, staging_sizes
-from shardfly_jax.sharding.quantization import Format
+from shardfly_jax.sharding.scale_matches import Expansion, Match, matches
 
 SLOT_NBYTES = 4
 
@@ -32,13 +32,6 @@ def quantizes(conversion: Conversion) -> bool:
 def quantizes_elements(conversion: Conversion) -> bool:
     """Whether some step looks at elements, not only at maxima."""
     return any(isinstance(step, Amax | Encode) for step in conversion.steps)
-
-
-class Expansion(NamedTuple):
-    """An expansion of a move."""
-
-    move: Move
-    k: int
 
 
 class QuantizedOps:
@@ -62,8 +55,8 @@ class QuantizedOps:
     ):
         self.plan, self.device_of, self.words, self.convert, self.memory = plan, device_of, words, convert, memory
         self._staging = staging_sizes(plan)
-        self._pairs = _pairs(plan)
-        self._joined = set(self._pairs.values())
+        self._matches = matches(plan)
+        self._joined = {match.scales for match in self._matches.values()}
 
     def ops(self, move: Move, k: int) -> list[Op]:
         """The ops of one expansion, each after those that it waits for."""
@@ -81,7 +74,9 @@ class QuantizedOps:
             owner, slots = self._slots(key)
             first = slots + SLOT_NBYTES * (move.source_offset + k * move.source_offset_step)
             side = _Side(first, _slot_steps(move.source_strides))
-            return [self._scales(Expansion(move, k), owner, Phase.SEND, side, Counter(owner, key))]
+            written = self._scales_written(move)
+            done = Counter(owner, key)
+            return [self._scales(Expansion(move, k), owner, Phase.SEND, move.extents, side, written, done)]
         if conversion.encodes is None:
             return self._scales_of_blocks(move, k)
         view = self.plan.blocks[move.block]
@@ -100,34 +95,33 @@ class QuantizedOps:
     # Of blocks that one move holds
 
     def _encode_blocks(self, move: Move, k: int, across: Sequence[int]) -> list[Op]:
-        pair = self._pairs.get(Expansion(move, k))
+        match = self._matches.get(Expansion(move, k))
+        written = self._scale_side(match) if match else _Side(0, (0,) * len(across))
         if move.source_rank >= 0:
             conversion = self.plan.conversions[move.convert]
-            role = q.WRITES_CODES | (q.STORES_SCALES if pair else 0)
-            side = self._scale_side(move, pair, across) if pair else _Side(0, (0,) * len(across))
-            record = q.block_record(self._region(move, k, across, side), conversion, role)
+            role = q.WRITES_CODES | (q.STORES_SCALES if match else 0)
+            record = q.block_record(self._region(move, k, across, written), conversion, role)
             if record is not None:
-                scales = target_key(*pair) if pair else None
-                also = self._signal(*pair) if pair else None
+                scales = target_key(*match.scales) if match else None
+                also = self._signal(*match.scales) if match else None
                 return [self._op(move, k, record, side=scales, signal=self._signal(move, k), side_signal=also)]
         at, phase, side, done = self._own_slots(move, k, across)
         out = [self._reduce(move, k, at, phase, side, done), self._encode(move, k, side, done)]
-        if pair:
-            outer = _Side(side.offset, tuple(_in_order(pair.move, move, across, side.steps)))
-            out.append(self._scales(pair, at, phase, outer, done))
+        if match:
+            out.append(self._scales(match.scales, at, phase, move.extents, side, written, done))
         return out
 
     def _scales_of_blocks(self, move: Move, k: int) -> list[Op]:
         """Scales that no encoding expansion goes with."""
         conversion, across = self.plan.conversions[move.convert], move.target_strides
+        written = self._scales_written(move)
         if move.source_rank >= 0 and isinstance(conversion.steps[-1], ToScale):
-            width = itemsize(conversion.target)
-            side = _Side(move.target_offset * width, tuple(step * width for step in across))
-            record = q.block_record(self._region(move, k, across, side), conversion, q.STORES_SCALES)
+            record = q.block_record(self._region(move, k, across, written), conversion, q.STORES_SCALES)
             if record is not None:
                 return [self._op(move, k, record, side=target_key(move, k), side_signal=self._signal(move, k))]
         at, phase, side, done = self._own_slots(move, k, across)
-        return [self._reduce(move, k, at, phase, side, done), self._scales(Expansion(move, k), at, phase, side, done)]
+        scales = self._scales(Expansion(move, k), at, phase, move.extents, side, written, done)
+        return [self._reduce(move, k, at, phase, side, done), scales]
 
     def _own_slots(self, move: Move, k: int, across: Sequence[int]) -> tuple[int, Phase, _Side, Counter]:
         """Device, phase, place and counter of slots for the blocks of one expansion."""
@@ -137,12 +131,15 @@ class QuantizedOps:
         slots = self.words.slots(at, (move, k), math.prod(extents))
         return at, phase, _Side(slots, tuple(steps)), Counter(at, (move, k))
 
-    def _scale_side(self, move: Move, pair: Expansion, across: Sequence[int]) -> _Side:
-        """Where an encoding expansion writes the scales of its pair."""
-        width = itemsize(self.plan.conversions[pair.move.convert].target)
-        written = {_dim(pair.move, d): step * width for d, step in enumerate(pair.move.target_strides) if step}
-        steps = [written[_dim(move, d)] if step else 0 for d, step in enumerate(across)]
-        return _Side(pair.move.target_offset * width, tuple(steps))
+    def _scale_side(self, match: Match) -> _Side:
+        """Where an encoding expansion writes the scales of its blocks."""
+        width = itemsize(self.plan.conversions[match.scales.move.convert].target)
+        return _Side(match.offset * width, tuple(step * width for step in match.steps))
+
+    def _scales_written(self, move: Move) -> _Side:
+        """Where an expansion writes scales."""
+        width = itemsize(self.plan.conversions[move.convert].target)
+        return _Side(move.target_offset * width, tuple(step * width for step in move.target_strides))
 
     # Ops
 
@@ -170,23 +167,28 @@ class QuantizedOps:
             record = q.element_record(region, role)
         return self._op(move, k, record, side=Inbox(after.device), signal=self._signal(move, k), wait=after)
 
-    def _scales(self, pair: Expansion, at: int, phase: Phase, slots: _Side, after: Counter) -> Op:
-        """Scales from slots at strides for each dimension of their move."""
-        move, conversion = pair.move, self.plan.conversions[pair.move.convert]
-        last = max(n for n, step in enumerate(conversion.steps) if isinstance(step, ToScale))
-        made = Conversion("uint32", conversion.steps[last:], conversion.target)
-        width = itemsize(made.target)
-        dims = tuple(
-            r.Dim(n, read, write * width)
-            for n, read, write in zip(move.extents, slots.steps, move.target_strides, strict=True)
-            if write
-        )
-        (record,) = r.records_of(r.Region(dims, slots.offset, move.target_offset * width), made, fills=False)
+    def _scales(
+        self,
+        expansion: Expansion,
+        at: int,
+        phase: Phase,
+        extents: Sequence[int],
+        slots: _Side,
+        written: _Side,
+        after: Counter,
+    ) -> Op:
+        """Scales that an expansion should write, from slots: of all its blocks, or of what `extents` covers."""
+        move, k = expansion
+        steps = self.plan.conversions[move.convert].steps
+        last = max(n for n, step in enumerate(steps) if isinstance(step, ToScale))
+        made = Conversion("uint32", steps[last:], self.plan.conversions[move.convert].target)
+        sides = zip(extents, slots.steps, written.steps, strict=True)
+        dims = tuple(r.Dim(n, read, write) for n, read, write in sides if write)
+        (record,) = r.records_of(r.Region(dims, slots.offset, written.offset), made, fills=False)
         record[r.CONVERT] = self.convert(made)
-        ranks = (move.source_rank, move.target_rank)
         return Op(
-            at=at, phase=phase, record=record, ranks=ranks, source=Inbox(at), target=target_key(*pair), wait=after,
-            signal=self._signal(*pair),
+            at=at, phase=phase, record=record, ranks=(move.source_rank, move.target_rank), source=Inbox(at),
+            target=target_key(move, k), wait=after, signal=self._signal(move, k),
         )  # fmt: skip
 
     def _op(self, move: Move, k: int, record: np.ndarray, **rest: Any) -> Op:
@@ -230,48 +232,3 @@ class _Side(NamedTuple):
 
 def _slot_steps(strides: Sequence[int]) -> tuple[int, ...]:
     return tuple(SLOT_NBYTES * step for step in strides)
-
-
-def _dim(move: Move, d: int) -> tuple[int, int]:
-    return move.extents[d], move.source_strides[d]
-
-
-def _in_order(pair: Move, move: Move, across: Sequence[int], steps: Sequence[int]) -> Iterator[int]:
-    """For each dimension of a pair's move, what `steps` has for the like dimension of the encoding one."""
-    found = {_dim(move, d): steps[d] for d, step in enumerate(across) if step}
-    for d, step in enumerate(pair.target_strides):
-        yield found[_dim(pair, d)] if step else 0
-
-
-def _pairs(plan: Plan) -> dict[Expansion, Expansion]:
-    """For expansions that encode blocks which they hold: the one that writes the scales of just these blocks."""
-    scales: dict[Hashable, list[Expansion]] = {}
-    encoding: list[tuple[Hashable, Expansion]] = []
-    for move in plan.moves:
-        steps = plan.conversions[move.convert].steps
-        if move.source_rank < 0 or not steps:
-            continue
-        last, before = steps[-1], steps[:-1]
-        if isinstance(last, ToScale) and before and isinstance(before[-1], Amax):
-            for k in range(move.count):
-                key = _blocks(move, k, before[:-1], last.format, move.target_strides)
-                scales.setdefault(key, []).append(Expansion(move, k))
-        elif isinstance(last, Encode) and plan.blocks[move.block].family < 0:
-            across = plan.blocks[move.block].strides
-            encoding += [(_blocks(move, k, before, last.format, across), Expansion(move, k)) for k in range(move.count)]
-    return {expansion: scales[key].pop() for key, expansion in encoding if key is not None and scales.get(key)}
-
-
-def _blocks(move: Move, k: int, before: tuple[Step, ...], format: Format, across: Sequence[int]) -> Hashable:
-    """What is equal for an expansion that encodes blocks and one that writes their scales; None if it is not clear."""
-    outer = [_dim(move, d) for d, step in enumerate(across) if step]
-    if len(set(outer)) < len(outer):
-        return None
-    within: list[tuple[int, int]] = []
-    for n, read in sorted((_dim(move, d) for d, step in enumerate(across) if not step), key=lambda dim: dim[1]):
-        if within and read == within[-1][0] * within[-1][1]:
-            within[-1] = (within[-1][0] * n, within[-1][1])
-        else:
-            within.append((n, read))
-    first = move.source_offset + k * move.source_offset_step
-    return source_key(move, k), first, move.target_rank, before, format, frozenset(outer), tuple(within)

@@ -152,7 +152,7 @@ class Work:
         if self.table:
             words[:n_records] = self.table.words
             place = np.array([*(places[key] for key in self.table.buffers), -1], np.int32)  # -1 names nothing
-            for word in (records.SOURCE, records.TARGET, records.SIDE, records.SIGNAL_INBOX, records.WAIT_INBOX):
+            for word in records.BUFFERS:
                 words[:n_records, word] = place[self.table.words[:, word]]
         return words.reshape(-1)
 
