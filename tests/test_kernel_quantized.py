@@ -19,7 +19,7 @@ from random_quantized import quantized_cases
 import shardfly_jax as sf
 from shardfly_jax import formats
 from shardfly_jax.pallas_kernels import addresses as m, transfer
-from shardfly_jax.sharding import quantized_records as q, records as r
+from shardfly_jax.sharding import quantized_records as q, records as r, slot_chunks
 from shardfly_jax.sharding.formats import Amax, Encode, ToScale, conversion, np_dtype
 from shardfly_jax.sharding.grids import grid_shape
 from shardfly_jax.sharding.optable import OpTables, Phase
@@ -138,6 +138,34 @@ def test_blocks_that_no_tile_holds_are_reduced_into_slots_beside_their_source(fo
     assert {role for _, role in records(job)} >= {q.RAISES_AMAX, q.READS_AMAX | q.WRITES_CODES}
     job.update(2)
     job.check()
+
+
+@pytest.mark.parametrize("sources", [1, 2])
+def test_slots_are_read_in_chunks_soon_after_they_are_filled(sources: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slot_chunks, "CHUNK_NBYTES", 64 << 10)
+    job = Job(matrix(formats.Fp8Channel(), (160, 640), sources=sources), devices=sources)
+    words = job.tables.tables[0, Phase.SEND].words
+    chunked = words[np.isin(words[:, r.KIND], [r.BLOCK_ROWS, r.BLOCK_TRANSPOSE])]
+    chunks = {1: [256, 256, 128], 2: [384, 256]}[sources]  # whole tiles of rows
+    for role in (q.RAISES_AMAX, q.READS_AMAX | q.WRITES_CODES):
+        assert chunked[chunked[:, r.ROLE] == role, r.EXTENT + 3].tolist() == chunks
+    assert chunked[:3, r.ROLE].tolist() == [q.RAISES_AMAX, q.RAISES_AMAX, q.READS_AMAX | q.WRITES_CODES]
+    job.update(3)
+    job.check()
+
+
+@pytest.mark.parametrize("nbytes", [1, 100, 1 << 10])
+def test_slots_are_cut_into_chunks_of_any_size(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slot_chunks, "CHUNK_NBYTES", nbytes)
+
+    @settings(RANDOM, max_examples=4)
+    @given(quantized_cases(), st.integers(1, 3), SEEDS)
+    def run(case: Case, devices: int, seed: int) -> None:
+        job = Job(case, devices=devices)
+        job.update(seed)
+        job.check()
+
+    run()
 
 
 def test_replicas_pass_codes_and_scales_on(rng: np.random.Generator) -> None:
