@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from random_quantized import quantized_cases
 import shardfly_jax as sf
 from shardfly_jax import formats
 from shardfly_jax.pallas_kernels import addresses as m, transfer
-from shardfly_jax.sharding import quantized_records as q, records as r, slot_chunks
+from shardfly_jax.sharding import optable, quantized_records as q, records as r, slot_chunks
 from shardfly_jax.sharding.formats import Amax, Encode, ToScale, conversion, np_dtype
 from shardfly_jax.sharding.grids import grid_shape
 from shardfly_jax.sharding.optable import OpTables, Phase
@@ -236,6 +237,37 @@ def test_values_that_are_not_finite_are_reported_with_their_tensor(
     assert names <= {"t", "s"}
     last.fill(np.zeros_like(good))
     assert not job.update(1)  # nothing stays behind
+
+
+def test_a_device_that_finds_no_maxima_is_named_by_the_one_that_waits() -> None:
+    def change(tables: OpTables) -> OpTables:
+        kept = {key: table for key, table in tables.tables.items() if key != (1, Phase.SEND)}
+        return dataclasses.replace(tables, tables=kept)
+
+    job = Job(matrix(formats.Fp8Channel(), (64, 144), sources=2), devices=2, change=change)
+    job.epoch = 1
+    job.run(("ready",), 0)
+    errors = job.run(("send",), 0)
+    job.tables = optable.make_tables(job.plan, {rank: rank % 2 for rank in range(3)}, lambda key: key)
+    work, _ = job.phases().send().values()
+    assert "waited for the maxima of blocks from rank 0 and rank 1" in str(work.fault(*errors.values()))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wide(formats.Fp8Block):
+    """Codes that the kernel has no code for."""
+
+    codes: ClassVar[str] = "float8_e5m2"
+    largest: ClassVar[float] = 57344.0
+    divisor: ClassVar[float] = 57344.0
+
+
+def test_codes_that_the_kernel_cannot_make_are_a_reason_against_it() -> None:
+    assert optable.why_unsupported(matrix(Wide(), (64, 64)).plan()) == (
+        "codes of dtype float8_e5m2 are not among float8_e4m3fn, int8"
+    )
+    for format in FORMATS:
+        assert optable.why_unsupported(matrix(format, (64, 64), sources=2).plan()) is None
 
 
 # Broken kernels and tables

@@ -172,7 +172,7 @@ class Work:
             who = " and ".join(f"rank {rank}" for rank in writers)
             source = int(self.table.words[which, records.SOURCE])
             if self.table.words[which, records.ROLE] or (source >= 0 and isinstance(self.table.buffers[source], Inbox)):
-                return f"{self.name} waited for the maxima of blocks that {who} finds"
+                return f"{self.name} waited for the maxima of blocks from {who}"
             return f"{self.name} waited for what {who} sends to rank {at}, which forwards it to rank {to}"
         return f"{self.name} waited for {(self.heads if kind == transfer.HEAD else self.tails)[which].who}"
 
