@@ -305,9 +305,9 @@ class Block:
             self.move(tile, record, kind, convert, parity)
             with when((word(r.SIGNAL) & word(r.SIDE_SIGNAL)) != 0xFFFFFFFF):  # one of them is a counter
                 self.publish()
-                for signal in (word(r.SIGNAL), word(r.SIDE_SIGNAL)):
-                    with when(self.leads & (signal != 0xFFFFFFFF)):
-                        self.signal(self.base(word(r.SIGNAL_INBOX)), signal)
+                for signal, inbox in ((r.SIGNAL, r.SIGNAL_INBOX), (r.SIDE_SIGNAL, r.SIDE_INBOX)):
+                    with when(self.leads & (word(signal) != 0xFFFFFFFF)):
+                        self.signal(self.base(word(inbox)), word(signal))
         bulk = (failed == 0) & (kind == r.ROWS) & (tile.remote != 0)
         return bulk.where(parity ^ 1, parity)
 

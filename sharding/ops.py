@@ -45,7 +45,7 @@ class Op:
       source, target: Buffers; None if it reads or writes no elements.
       side: Where its slots or scales are.
       wait: What must be done before it.
-      signal, side_signal: What it is a part of; both of one device.
+      signal, side_signal: What its elements, and its scales, are a part of.
     """
 
     at: int

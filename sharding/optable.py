@@ -30,6 +30,8 @@ from shardfly_jax.sharding.quantized_ops import QuantizedOps, quantizes
 
 INBOX_FLAGS = 16
 """Words of an inbox before its flags."""
+SIGNALS = ((r.SIGNAL, r.SIGNAL_INBOX), (r.SIDE_SIGNAL, r.SIDE_INBOX))
+"""Words of a record that name a counter, and its buffer."""
 
 
 class Flag(enum.IntEnum):
@@ -98,8 +100,9 @@ class OpTables:
         for table in self.tables.values():
             if Inbox(device) in table.buffers:
                 inbox = table.buffers.index(Inbox(device))
-                raises = (table.words[:, [r.SIGNAL, r.SIDE_SIGNAL]] == counter).any(axis=1)
-                raises &= table.words[:, r.SIGNAL_INBOX] == inbox
+                raises = np.zeros(len(table.words), bool)
+                for signal, at in SIGNALS:
+                    raises |= (table.words[:, signal] == counter) & (table.words[:, at] == inbox)
                 found |= {at if at >= 0 else to for (at, to), yes in zip(table.moves, raises, strict=True) if yes}
         return sorted(found)
 
@@ -108,7 +111,7 @@ class OpTables:
         table = self.tables.get((device, phase))
         if table is None:
             return []
-        named = {k for word in (r.SIDE, r.SIGNAL_INBOX, r.TARGET) for k in table.words[:, word].tolist()}
+        named = {k for word in (r.TARGET, r.SIDE, r.SIGNAL_INBOX, r.SIDE_INBOX) for k in table.words[:, word].tolist()}
         used = {table.buffers[k] for k in named if k >= 0}
         waited = {table.buffers[k] for k in table.words[:, r.WAIT_INBOX].tolist() if k >= 0} - {Inbox(device)}
         return sorted({key.device if isinstance(key, Inbox) else self.device_of[key[2]] for key in used | waited})
@@ -140,9 +143,9 @@ def make_tables(plan: Plan, place: Mapping[int, Hashable], memory: Callable[[Key
         builder, record = builders.setdefault((op.at, op.phase), _Builder()), op.record
         for word, buffer in ((r.SOURCE, op.source), (r.TARGET, op.target), (r.SIDE, op.side)):
             record[word] = -1 if buffer is None else builder.buffer(buffer)
-        for word, signal in ((r.SIGNAL, op.signal), (r.SIDE_SIGNAL, op.side_signal)):
+        for (word, inbox), signal in zip(SIGNALS, (op.signal, op.side_signal), strict=True):
             if signal is not None:
-                record[word], record[r.SIGNAL_INBOX] = words.counter(signal), builder.buffer(Inbox(signal.device))
+                record[word], record[inbox] = words.counter(signal), builder.buffer(Inbox(signal.device))
                 signalling.setdefault(signal, []).append((record, word))
         if op.wait is not None:
             record[r.WAIT], record[r.WAIT_INBOX] = words.counter(op.wait), builder.buffer(Inbox(op.wait.device))

@@ -8,18 +8,19 @@ them wait for the counter of those that fill them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardfly_jax.sharding import quantized_records as q, records as r
-from shardfly_jax.sharding.formats import Amax, Conversion, Encode, Step, ToScale, itemsize
+from shardfly_jax.sharding.formats import Amax, Conversion, Encode, ToScale, itemsize
 from shardfly_jax.sharding.layouts import dense_strides
 from shardfly_jax.sharding.moves import Key, Move, source_key, target_key
 from shardfly_jax.sharding.ops import Counter, Inbox, InboxWords, Op, Phase
 from shardfly_jax.sharding.plan import Plan, slot_key, staging_sizes
-from shardfly_jax.sharding.quantization import Format
+from shardfly_jax.sharding.scale_matches import Expansion, Match, matches
+from shardfly_jax.sharding.slot_chunks import chunks
 
 SLOT_NBYTES = 4
 
@@ -32,13 +33,6 @@ def quantizes(conversion: Conversion) -> bool:
 def quantizes_elements(conversion: Conversion) -> bool:
     """Whether some step looks at elements, not only at maxima."""
     return any(isinstance(step, Amax | Encode) for step in conversion.steps)
-
-
-class Expansion(NamedTuple):
-    """An expansion of a move."""
-
-    move: Move
-    k: int
 
 
 class QuantizedOps:
@@ -62,136 +56,170 @@ class QuantizedOps:
     ):
         self.plan, self.device_of, self.words, self.convert, self.memory = plan, device_of, words, convert, memory
         self._staging = staging_sizes(plan)
-        self._pairs = _pairs(plan)
-        self._joined = set(self._pairs.values())
+        self._matches = matches(plan)
+        self._joined = {match.scales for match in self._matches.values()}
+        self._users: dict[Key, list[Expansion]] = {}
+        for move, k in plan.moves.in_order() if self._staging else ():
+            key = self._slots_of(move, k)
+            if key is not None:
+                self._users.setdefault(key, []).append(Expansion(move, k))
 
     def ops(self, move: Move, k: int) -> list[Op]:
-        """The ops of one expansion, each after those that it waits for."""
-        conversion = self.plan.conversions[move.convert]
+        """The ops of one expansion, each after those that it waits for.
+
+        What fills or reads the same slots of the plan comes all at once, with the first of them.
+        """
         if Expansion(move, k) in self._joined:
             return []
-        if target_key(move, k) in self._staging:
-            key = target_key(move, k)
-            owner, slots = self._slots(key)
-            at = owner if move.source_rank < 0 else self.device_of[move.source_rank]
-            side = _Side(slots + SLOT_NBYTES * move.target_offset, _slot_steps(move.target_strides))
-            return [self._reduce(move, k, at, Phase.SEND, side, Counter(owner, key))]
-        if move.source_rank >= 0 and source_key(move, k) in self._staging:
-            key = source_key(move, k)
-            owner, slots = self._slots(key)
-            first = slots + SLOT_NBYTES * (move.source_offset + k * move.source_offset_step)
-            side = _Side(first, _slot_steps(move.source_strides))
-            return [self._scales(Expansion(move, k), owner, Phase.SEND, side, Counter(owner, key))]
+        key = self._slots_of(move, k)
+        if key is not None:
+            users = self._users.pop(key, None)
+            return self._through_slots(key, users) if users else []
+        conversion = self.plan.conversions[move.convert]
         if conversion.encodes is None:
             return self._scales_of_blocks(move, k)
-        view = self.plan.blocks[move.block]
-        if view.family < 0:
-            return self._encode_blocks(move, k, view.strides)
-        key = slot_key(self.plan, move, k)
-        owner, slots = self._slots(key)
-        side = _Side(slots + SLOT_NBYTES * view.offset, _slot_steps(view.strides))
-        return [self._encode(move, k, side, Counter(owner, key))]
+        return self._encode_blocks(move, k, self.plan.blocks[move.block].strides)
 
-    def _slots(self, key: Key) -> tuple[int, int]:
-        """Device and offset of some slots of the plan."""
+    # Slots of the plan
+
+    def _slots_of(self, move: Move, k: int) -> Key | None:
+        """The slots of the plan that an expansion fills or reads."""
+        if target_key(move, k) in self._staging:
+            return target_key(move, k)
+        if move.source_rank >= 0 and source_key(move, k) in self._staging:
+            return source_key(move, k)
+        if move.block >= 0 and self.plan.blocks[move.block].family >= 0:
+            return slot_key(self.plan, move, k)
+        return None
+
+    def _through_slots(self, key: Key, users: Sequence[Expansion]) -> list[Op]:
+        """The ops of all expansions that fill or read some slots."""
         owner = self.device_of[key[2]]
-        return owner, self.words.slots(owner, key, self._staging[key])
+        first = self.words.slots(owner, key, self._staging[key])
+        parts = []
+        for move, k in users:
+            if target_key(move, k) == key:
+                side = _Side(first + SLOT_NBYTES * move.target_offset, _slot_steps(move.target_strides))
+                at = owner if move.source_rank < 0 else self.device_of[move.source_rank]
+                parts.append(self._reducing(move, k, at, Phase.SEND, side))
+            elif move.source_rank >= 0 and source_key(move, k) == key:
+                at_slot = move.source_offset + k * move.source_offset_step
+                side = _Side(first + SLOT_NBYTES * at_slot, _slot_steps(move.source_strides))
+                written = self._scales_written(move)
+                parts.append(self._scaling(Expansion(move, k), owner, Phase.SEND, move.extents, side, written))
+            else:
+                view = self.plan.blocks[move.block]
+                side = _Side(first + SLOT_NBYTES * view.offset, _slot_steps(view.strides))
+                parts.append(self._encoding(move, k, side))
+        return _pipelined(parts, owner, key, first)
 
-    # Of blocks that one move holds
+    # Of blocks that one expansion holds
 
     def _encode_blocks(self, move: Move, k: int, across: Sequence[int]) -> list[Op]:
-        pair = self._pairs.get(Expansion(move, k))
+        match = self._matches.get(Expansion(move, k))
+        written = self._scale_side(match) if match else _Side(0, (0,) * len(across))
         if move.source_rank >= 0:
             conversion = self.plan.conversions[move.convert]
-            role = q.WRITES_CODES | (q.STORES_SCALES if pair else 0)
-            side = self._scale_side(move, pair, across) if pair else _Side(0, (0,) * len(across))
-            record = q.block_record(self._region(move, k, across, side), conversion, role)
+            role = q.WRITES_CODES | (q.STORES_SCALES if match else 0)
+            record = q.block_record(self._region(move, k, across, written), conversion, role)
             if record is not None:
-                scales = target_key(*pair) if pair else None
-                also = self._signal(*pair) if pair else None
+                scales = target_key(*match.scales) if match else None
+                also = self._signal(*match.scales) if match else None
                 return [self._op(move, k, record, side=scales, signal=self._signal(move, k), side_signal=also)]
-        at, phase, side, done = self._own_slots(move, k, across)
-        out = [self._reduce(move, k, at, phase, side, done), self._encode(move, k, side, done)]
-        if pair:
-            outer = _Side(side.offset, tuple(_in_order(pair.move, move, across, side.steps)))
-            out.append(self._scales(pair, at, phase, outer, done))
-        return out
+        at, phase, side = self._own_slots(move, k, across)
+        parts = [self._reducing(move, k, at, phase, side), self._encoding(move, k, side)]
+        if match:
+            parts.append(self._scaling(match.scales, at, phase, move.extents, side, written))
+        return _pipelined(parts, at, (move, k), side.offset)
 
     def _scales_of_blocks(self, move: Move, k: int) -> list[Op]:
         """Scales that no encoding expansion goes with."""
         conversion, across = self.plan.conversions[move.convert], move.target_strides
+        written = self._scales_written(move)
         if move.source_rank >= 0 and isinstance(conversion.steps[-1], ToScale):
-            width = itemsize(conversion.target)
-            side = _Side(move.target_offset * width, tuple(step * width for step in across))
-            record = q.block_record(self._region(move, k, across, side), conversion, q.STORES_SCALES)
+            record = q.block_record(self._region(move, k, across, written), conversion, q.STORES_SCALES)
             if record is not None:
                 return [self._op(move, k, record, side=target_key(move, k), side_signal=self._signal(move, k))]
-        at, phase, side, done = self._own_slots(move, k, across)
-        return [self._reduce(move, k, at, phase, side, done), self._scales(Expansion(move, k), at, phase, side, done)]
+        at, phase, side = self._own_slots(move, k, across)
+        scaling = self._scaling(Expansion(move, k), at, phase, move.extents, side, written)
+        return _pipelined([self._reducing(move, k, at, phase, side), scaling], at, (move, k), side.offset)
 
-    def _own_slots(self, move: Move, k: int, across: Sequence[int]) -> tuple[int, Phase, _Side, Counter]:
-        """Device, phase, place and counter of slots for the blocks of one expansion."""
+    def _own_slots(self, move: Move, k: int, across: Sequence[int]) -> tuple[int, Phase, _Side]:
+        """Device, phase and place of slots for the blocks of one expansion."""
         extents = [n if step else 1 for n, step in zip(move.extents, across, strict=True)]
         steps = [SLOT_NBYTES * step if wide else 0 for step, wide in zip(dense_strides(extents), across, strict=True)]
         at, phase = self._where(move)
-        slots = self.words.slots(at, (move, k), math.prod(extents))
-        return at, phase, _Side(slots, tuple(steps)), Counter(at, (move, k))
+        return at, phase, _Side(self.words.slots(at, (move, k), math.prod(extents)), tuple(steps))
 
-    def _scale_side(self, move: Move, pair: Expansion, across: Sequence[int]) -> _Side:
-        """Where an encoding expansion writes the scales of its pair."""
-        width = itemsize(self.plan.conversions[pair.move.convert].target)
-        written = {_dim(pair.move, d): step * width for d, step in enumerate(pair.move.target_strides) if step}
-        steps = [written[_dim(move, d)] if step else 0 for d, step in enumerate(across)]
-        return _Side(pair.move.target_offset * width, tuple(steps))
+    def _scale_side(self, match: Match) -> _Side:
+        """Where an encoding expansion writes the scales of its blocks."""
+        width = itemsize(self.plan.conversions[match.scales.move.convert].target)
+        return _Side(match.offset * width, tuple(step * width for step in match.steps))
 
-    # Ops
+    def _scales_written(self, move: Move) -> _Side:
+        """Where an expansion writes scales."""
+        width = itemsize(self.plan.conversions[move.convert].target)
+        return _Side(move.target_offset * width, tuple(step * width for step in move.target_strides))
 
-    def _reduce(self, move: Move, k: int, at: int, phase: Phase, side: _Side, done: Counter) -> Op:
-        region = self._region(move, k, side.steps, side, writes=False)
-        record = None
-        if move.source_rank >= 0:
-            record = q.block_record(region, self.plan.conversions[move.convert], q.RAISES_AMAX)
-        if record is None:
-            record = q.element_record(region, q.RAISES_AMAX)
-        record[r.CONVERT] = self.convert(self.plan.conversions[move.convert])
-        source = source_key(move, k) if move.source_rank >= 0 else None
-        ranks = (move.source_rank, move.target_rank)
-        return Op(
-            at=at, phase=phase, record=record, ranks=ranks, source=source, side=Inbox(done.device), signal=done
-        )  # fmt: skip
+    # Parts of work on slots
 
-    def _encode(self, move: Move, k: int, side: _Side, after: Counter) -> Op:
-        role = q.READS_AMAX | q.WRITES_CODES
-        region = self._region(move, k, side.steps, side)
+    def _reducing(self, move: Move, k: int, at: int, phase: Phase, slots: _Side) -> _Part:
+        conversion = self.plan.conversions[move.convert]
+
+        def make(region: q.SideRegion, done: Counter) -> Op:
+            record = self._record(move, region, q.RAISES_AMAX)
+            source = source_key(move, k) if move.source_rank >= 0 else None
+            ranks = (move.source_rank, move.target_rank)
+            slots_at = Inbox(done.device)
+            return Op(at=at, phase=phase, record=record, ranks=ranks, source=source, side=slots_at, signal=done)
+
+        region = self._region(move, k, slots.steps, slots, writes=False)
+        nbytes = math.prod(move.extents) * itemsize(conversion.source) if move.source_rank >= 0 else 0
+        return _Part(True, at, nbytes, region, make)
+
+    def _encoding(self, move: Move, k: int, slots: _Side) -> _Part:
+        def make(region: q.SideRegion, after: Counter) -> Op:
+            record = self._record(move, region, q.READS_AMAX | q.WRITES_CODES)
+            return self._op(move, k, record, side=Inbox(after.device), signal=self._signal(move, k), wait=after)
+
+        at, _ = self._where(move)
+        return _Part(False, at, 0, self._region(move, k, slots.steps, slots), make)
+
+    def _scaling(
+        self, expansion: Expansion, at: int, phase: Phase, extents: Sequence[int], slots: _Side, written: _Side
+    ) -> _Part:
+        """Scales that an expansion should write: of all its blocks, or of what `extents` covers."""
+        move, k = expansion
+        steps = self.plan.conversions[move.convert].steps
+        last = max(n for n, step in enumerate(steps) if isinstance(step, ToScale))
+        made = Conversion("uint32", steps[last:], self.plan.conversions[move.convert].target)
+
+        def make(region: q.SideRegion, after: Counter) -> Op:
+            dims = tuple(r.Dim(dim.extent, dim.side, dim.write) for dim in region.dims)
+            (record,) = r.records_of(r.Region(dims, region.side, region.write), made, fills=False)
+            record[r.CONVERT] = self.convert(made)
+            return Op(
+                at=at, phase=phase, record=record, ranks=(move.source_rank, move.target_rank), source=Inbox(at),
+                target=target_key(move, k), wait=after, signal=self._signal(move, k),
+            )  # fmt: skip
+
+        sides = zip(extents, slots.steps, written.steps, strict=True)
+        dims = tuple(q.SideDim(n, 0, write, side, 1) for n, side, write in sides if write)
+        return _Part(False, at, 0, q.SideRegion(dims, 0, written.offset, slots.offset), make)
+
+    def _record(self, move: Move, region: q.SideRegion, role: int) -> np.ndarray:
+        """In tiles of blocks if that is possible."""
         record = None
         if move.source_rank >= 0:
             record = q.block_record(region, self.plan.conversions[move.convert], role)
         if record is None:
             record = q.element_record(region, role)
-        return self._op(move, k, record, side=Inbox(after.device), signal=self._signal(move, k), wait=after)
-
-    def _scales(self, pair: Expansion, at: int, phase: Phase, slots: _Side, after: Counter) -> Op:
-        """Scales from slots at strides for each dimension of their move."""
-        move, conversion = pair.move, self.plan.conversions[pair.move.convert]
-        last = max(n for n, step in enumerate(conversion.steps) if isinstance(step, ToScale))
-        made = Conversion("uint32", conversion.steps[last:], conversion.target)
-        width = itemsize(made.target)
-        dims = tuple(
-            r.Dim(n, read, write * width)
-            for n, read, write in zip(move.extents, slots.steps, move.target_strides, strict=True)
-            if write
-        )
-        (record,) = r.records_of(r.Region(dims, slots.offset, move.target_offset * width), made, fills=False)
-        record[r.CONVERT] = self.convert(made)
-        ranks = (move.source_rank, move.target_rank)
-        return Op(
-            at=at, phase=phase, record=record, ranks=ranks, source=Inbox(at), target=target_key(*pair), wait=after,
-            signal=self._signal(*pair),
-        )  # fmt: skip
+        record[r.CONVERT] = self.convert(self.plan.conversions[move.convert])
+        return record
 
     def _op(self, move: Move, k: int, record: np.ndarray, **rest: Any) -> Op:
-        record[r.CONVERT] = self.convert(self.plan.conversions[move.convert])
         at, phase = self._where(move)
+        record[r.CONVERT] = self.convert(self.plan.conversions[move.convert])
         record[r.REMOTE] = at != self.device_of[move.target_rank]
         source = source_key(move, k) if move.source_rank >= 0 else None
         ranks = (move.source_rank, move.target_rank)
@@ -221,6 +249,39 @@ class QuantizedOps:
         return q.SideRegion(dims, first, move.target_offset * write, side.offset)
 
 
+class _Part(NamedTuple):
+    """Work that fills or reads slots.
+
+    Attributes:
+      fills: Whether it fills them.
+      at: Device number.
+      nbytes: That it is the first to read.
+      region: Its side are the slots.
+      make: Its op, of a part of the region; the counter is that of what fills the slots of that part.
+    """
+
+    fills: bool
+    at: int
+    nbytes: int
+    region: q.SideRegion
+    make: Callable[[q.SideRegion, Counter], Op]
+
+
+def _pipelined(parts: Sequence[_Part], owner: int, key: Hashable, base: int) -> list[Op]:
+    """The ops of some parts, chunk by chunk: a chunk's slots are read after those of the next one are being filled."""
+    nbytes: dict[int, int] = {}
+    for part in parts:
+        nbytes[part.at] = nbytes.get(part.at, 0) + part.nbytes
+    fills: list[list[Op]] = []
+    reads: list[list[Op]] = [[]]
+    for number, chunk in enumerate(chunks([part.region for part in parts], base, max(nbytes.values()))):
+        done = Counter(owner, (key, number))
+        made = [(part.fills, part.make(region, done)) for part, region in zip(parts, chunk, strict=True) if region]
+        fills.append([op for fill, op in made if fill])
+        reads.append([op for fill, op in made if not fill])
+    return [op for pair in zip([*fills, []], reads, strict=True) for ops in pair for op in ops]
+
+
 class _Side(NamedTuple):
     """Words or scales of blocks: offset of the first, and steps for each dimension of a move, bytes."""
 
@@ -230,48 +291,3 @@ class _Side(NamedTuple):
 
 def _slot_steps(strides: Sequence[int]) -> tuple[int, ...]:
     return tuple(SLOT_NBYTES * step for step in strides)
-
-
-def _dim(move: Move, d: int) -> tuple[int, int]:
-    return move.extents[d], move.source_strides[d]
-
-
-def _in_order(pair: Move, move: Move, across: Sequence[int], steps: Sequence[int]) -> Iterator[int]:
-    """For each dimension of a pair's move, what `steps` has for the like dimension of the encoding one."""
-    found = {_dim(move, d): steps[d] for d, step in enumerate(across) if step}
-    for d, step in enumerate(pair.target_strides):
-        yield found[_dim(pair, d)] if step else 0
-
-
-def _pairs(plan: Plan) -> dict[Expansion, Expansion]:
-    """For expansions that encode blocks which they hold: the one that writes the scales of just these blocks."""
-    scales: dict[Hashable, list[Expansion]] = {}
-    encoding: list[tuple[Hashable, Expansion]] = []
-    for move in plan.moves:
-        steps = plan.conversions[move.convert].steps
-        if move.source_rank < 0 or not steps:
-            continue
-        last, before = steps[-1], steps[:-1]
-        if isinstance(last, ToScale) and before and isinstance(before[-1], Amax):
-            for k in range(move.count):
-                key = _blocks(move, k, before[:-1], last.format, move.target_strides)
-                scales.setdefault(key, []).append(Expansion(move, k))
-        elif isinstance(last, Encode) and plan.blocks[move.block].family < 0:
-            across = plan.blocks[move.block].strides
-            encoding += [(_blocks(move, k, before, last.format, across), Expansion(move, k)) for k in range(move.count)]
-    return {expansion: scales[key].pop() for key, expansion in encoding if key is not None and scales.get(key)}
-
-
-def _blocks(move: Move, k: int, before: tuple[Step, ...], format: Format, across: Sequence[int]) -> Hashable:
-    """What is equal for an expansion that encodes blocks and one that writes their scales; None if it is not clear."""
-    outer = [_dim(move, d) for d, step in enumerate(across) if step]
-    if len(set(outer)) < len(outer):
-        return None
-    within: list[tuple[int, int]] = []
-    for n, read in sorted((_dim(move, d) for d, step in enumerate(across) if not step), key=lambda dim: dim[1]):
-        if within and read == within[-1][0] * within[-1][1]:
-            within[-1] = (within[-1][0] * n, within[-1][1])
-        else:
-            within.append((n, read))
-    first = move.source_offset + k * move.source_offset_step
-    return source_key(move, k), first, move.target_rank, before, format, frozenset(outer), tuple(within)

@@ -70,6 +70,16 @@ class SideRegion:
     write: int
     side: int
 
+    def cut(self, axis: int, start: int, stop: int) -> SideRegion:
+        """The part between two indices of a dimension that goes from block to block."""
+        dim = self.dims[axis]
+        dims = (*self.dims[:axis], dataclasses.replace(dim, extent=stop - start), *self.dims[axis + 1 :])
+        read, write, side = (
+            at + start * step
+            for at, step in zip((self.read, self.write, self.side), (dim.read, dim.write, dim.side), strict=True)
+        )
+        return SideRegion(dims, read, write, side)
+
 
 def block_record(region: SideRegion, conversion: Conversion, role: int) -> np.ndarray | None:
     """The record that does a whole region in tiles of blocks; None if its strides do not allow that.

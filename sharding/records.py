@@ -51,7 +51,8 @@ ELEMENTS_TILE_4 = 128
     SIGNAL_INBOX,  # index of the buffer that holds that counter
     WAIT_INBOX,  # index of the buffer that holds the counter of WAIT
     SIDE,  # index of the buffer that holds slots or scales, -1 for none
-    SIDE_SIGNAL,  # counter for what SIDE gets, beside SIGNAL and in the same buffer; -1 for none
+    SIDE_SIGNAL,  # counter for what SIDE gets, beside SIGNAL; -1 for none
+    SIDE_INBOX,  # index of the buffer that holds that counter
     ROLE,  # what is read and written beside elements: see `quantized_records`
     BLOCK_3,  # elements of a block along dimensions 3 and 4
     BLOCK_4,
@@ -62,7 +63,9 @@ ELEMENTS_TILE_4 = 128
     TILES_3,
     TILES_4,
     EXTENT,
-) = range(22)
+) = range(23)
+BUFFERS = (SOURCE, TARGET, SIDE, SIGNAL_INBOX, SIDE_INBOX, WAIT_INBOX)
+"""Words that name a buffer, or none."""
 SOURCE_OFFSET = EXTENT + DIMS
 TARGET_OFFSET = SOURCE_OFFSET + 2
 SOURCE_STRIDE = TARGET_OFFSET + 2
@@ -232,7 +235,7 @@ def record(kind: int, region: Region, dims: list[Dim], tiles: tuple[int, int]) -
     """
     dims = [Dim(1, 0, 0)] * (DIMS - len(dims)) + dims
     out = np.zeros(WORDS, np.int64)
-    out[[KIND, SOURCE, WAIT, WAIT_INBOX, SIGNAL, SIGNAL_INBOX, SIDE, SIDE_SIGNAL]] = kind, *(-1,) * 7
+    out[[KIND, SOURCE, WAIT, WAIT_INBOX, SIGNAL, SIGNAL_INBOX, SIDE, SIDE_SIGNAL, SIDE_INBOX]] = kind, *(-1,) * 8
     out[[BLOCK_3, BLOCK_4]] = 1
     out[TILE_3], out[TILE_4] = tiles
     out[TILES_3], out[TILES_4] = -(-dims[3].extent // tiles[0]), -(-dims[4].extent // tiles[1])

@@ -144,6 +144,13 @@ def test_the_persistent_kernel_writes_what_the_mapping_means(case: Case) -> None
 
 
 @pytest.mark.gpu
+@settings(max_examples=15, deadline=None, suppress_health_check=SLOW, print_blob=True)
+@given(quantized_cases())
+def test_the_persistent_kernel_quantizes_as_the_mapping_means(case: Case) -> None:
+    run_on_poisoned_buffers(case, PersistentExecutor, jax.local_devices(backend="gpu")[:1])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("executor", ["persistent", "portable"])
 def test_a_whole_model_reaches_its_rollout_on_a_gpu_in_place(executor: str) -> None:
     model = dataclasses.replace(

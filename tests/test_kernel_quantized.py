@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from random_quantized import quantized_cases
 import shardfly_jax as sf
 from shardfly_jax import formats
 from shardfly_jax.pallas_kernels import addresses as m, transfer
-from shardfly_jax.sharding import quantized_records as q, records as r
+from shardfly_jax.sharding import optable, quantized_records as q, records as r, slot_chunks
 from shardfly_jax.sharding.formats import Amax, Encode, ToScale, conversion, np_dtype
 from shardfly_jax.sharding.grids import grid_shape
 from shardfly_jax.sharding.optable import OpTables, Phase
@@ -140,6 +141,34 @@ def test_blocks_that_no_tile_holds_are_reduced_into_slots_beside_their_source(fo
     job.check()
 
 
+@pytest.mark.parametrize("sources", [1, 2])
+def test_slots_are_read_in_chunks_soon_after_they_are_filled(sources: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slot_chunks, "CHUNK_NBYTES", 64 << 10)
+    job = Job(matrix(formats.Fp8Channel(), (160, 640), sources=sources), devices=sources)
+    words = job.tables.tables[0, Phase.SEND].words
+    chunked = words[np.isin(words[:, r.KIND], [r.BLOCK_ROWS, r.BLOCK_TRANSPOSE])]
+    chunks = {1: [256, 256, 128], 2: [384, 256]}[sources]  # whole tiles of rows
+    for role in (q.RAISES_AMAX, q.READS_AMAX | q.WRITES_CODES):
+        assert chunked[chunked[:, r.ROLE] == role, r.EXTENT + 3].tolist() == chunks
+    assert chunked[:3, r.ROLE].tolist() == [q.RAISES_AMAX, q.RAISES_AMAX, q.READS_AMAX | q.WRITES_CODES]
+    job.update(3)
+    job.check()
+
+
+@pytest.mark.parametrize("nbytes", [1, 100, 1 << 10])
+def test_slots_are_cut_into_chunks_of_any_size(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slot_chunks, "CHUNK_NBYTES", nbytes)
+
+    @settings(RANDOM, max_examples=4)
+    @given(quantized_cases(), st.integers(1, 3), SEEDS)
+    def run(case: Case, devices: int, seed: int) -> None:
+        job = Job(case, devices=devices)
+        job.update(seed)
+        job.check()
+
+    run()
+
+
 def test_replicas_pass_codes_and_scales_on(rng: np.random.Generator) -> None:
     job = Job(matrix(formats.MxFp8(), (64, 256), replicas=3), devices=4)
     waits = [w for table in job.tables.tables.values() for w in table.words if w[r.WAIT] >= 0]
@@ -208,6 +237,37 @@ def test_values_that_are_not_finite_are_reported_with_their_tensor(
     assert names <= {"t", "s"}
     last.fill(np.zeros_like(good))
     assert not job.update(1)  # nothing stays behind
+
+
+def test_a_device_that_finds_no_maxima_is_named_by_the_one_that_waits() -> None:
+    def change(tables: OpTables) -> OpTables:
+        kept = {key: table for key, table in tables.tables.items() if key != (1, Phase.SEND)}
+        return dataclasses.replace(tables, tables=kept)
+
+    job = Job(matrix(formats.Fp8Channel(), (64, 144), sources=2), devices=2, change=change)
+    job.epoch = 1
+    job.run(("ready",), 0)
+    errors = job.run(("send",), 0)
+    job.tables = optable.make_tables(job.plan, {rank: rank % 2 for rank in range(3)}, lambda key: key)
+    work, _ = job.phases().send().values()
+    assert "waited for the maxima of blocks from rank 0 and rank 1" in str(work.fault(*errors.values()))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wide(formats.Fp8Block):
+    """Codes that the kernel has no code for."""
+
+    codes: ClassVar[str] = "float8_e5m2"
+    largest: ClassVar[float] = 57344.0
+    divisor: ClassVar[float] = 57344.0
+
+
+def test_codes_that_the_kernel_cannot_make_are_a_reason_against_it() -> None:
+    assert optable.why_unsupported(matrix(Wide(), (64, 64)).plan()) == (
+        "codes of dtype float8_e5m2 are not among float8_e4m3fn, int8"
+    )
+    for format in FORMATS:
+        assert optable.why_unsupported(matrix(format, (64, 64), sources=2).plan()) is None
 
 
 # Broken kernels and tables

@@ -163,7 +163,7 @@ class Work:
         if self.table:
             words[:n_records] = self.table.words
             place = np.array([*(places[key] for key in self.table.buffers), -1], np.int32)  # -1 names nothing
-            for word in (records.SOURCE, records.TARGET, records.SIDE, records.SIGNAL_INBOX, records.WAIT_INBOX):
+            for word in records.BUFFERS:
                 words[:n_records, word] = place[self.table.words[:, word]]
         return words.reshape(-1)
 
@@ -183,7 +183,7 @@ class Work:
             who = " and ".join(f"rank {rank}" for rank in writers)
             source = int(self.table.words[which, records.SOURCE])
             if self.table.words[which, records.ROLE] or (source >= 0 and isinstance(self.table.buffers[source], Inbox)):
-                return f"{self.name} waited for the maxima of blocks that {who} finds"
+                return f"{self.name} waited for the maxima of blocks from {who}"
             return f"{self.name} waited for what {who} sends to rank {at}, which forwards it to rank {to}"
         return f"{self.name} waited for {(self.heads if kind == transfer.HEAD else self.tails)[which].who}"
 

@@ -108,7 +108,8 @@ def _(asm: Asm, match: re.Match[str], operands: list[str]) -> None:
     order = "relaxed" if q["order"] == "weak" else q["order"]  # PTX ISA, atom: the default
     rest = (repr(order), repr(q["scope"]), f"CHANGES[{q['change']!r}]", *map(asm.read, operands[1:]))
     where = asm.address(operands[0], q["width"])
-    asm.write(target, asm.effect("atomic", repr(q["space"]), where, str(q["size"]), *rest))
+    polls = () if match[1] == "atom" else ("polls=False",)  # code cannot wait for what it does not read
+    asm.write(target, asm.effect("atomic", repr(q["space"]), where, str(q["size"]), *rest, *polls))
 
 
 @instruction(r"(?:fence\.(?:acq_rel|sc)|membar)\.(gpu|gl|sys)")

@@ -160,9 +160,11 @@ class Warp:
 
     def atomic(
         self, site: int, mask: np.ndarray, space: str, address: object, size: int, order: str, scope: str,
-        change: Callable[..., int] | None, *operands: object, reads: bool = True,
+        change: Callable[..., int] | None, *operands: object, reads: bool = True, polls: bool = True,
     ) -> object:  # fmt: skip
         """A load (`change` is None), a store (`reads` is False) or a read-modify-write, lane by lane; the old value."""
+        if not polls:
+            self.machine.progress()
         old = np.zeros(LANES, np.uint64 if size == 8 else np.uint32)
         alike = type(address) is int and change is None
         parts = [(mask, self.access(site, mask))] if alike else list(self._lanes(site, mask))
