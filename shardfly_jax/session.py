@@ -61,6 +61,8 @@ class Session:
         kept = {label: array for owner in owners.values() for label, array in owner.kept_arrays()}
         check_memory(self.plan, self.buffers, kept)
         self.occupied = Occupied(self.buffers)
+        # what fills them now, perhaps a copy from the host, must not come after what the first update writes
+        jax.block_until_ready([shard.array for shard in self.buffers.values()])
         self._lock = threading.Lock()
         self._inside: set[int] = set()
         self.executor: Executor | None = None

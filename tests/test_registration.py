@@ -77,6 +77,17 @@ def test_an_owner_keeps_its_own_buffers(scene: Scene) -> None:
     assert pointers(scene.check(plan)) == where
 
 
+def test_registration_waits_for_what_fills_the_buffers(scene: Scene) -> None:
+    """A copy from the host that ends after the first update has begun would undo what that writes."""
+    owner = scene.owner()
+    waited: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "block_until_ready", lambda tree: waited.extend(jax.tree.leaves(tree)) or tree)
+        plan = sf.register(scene.plan, owner)
+    assert {x.unsafe_buffer_pointer() for x in waited} >= set(pointers(owner).values())
+    scene.check(plan)
+
+
 def test_an_owner_may_be_a_function_that_is_asked_before_every_update(scene: Scene) -> None:
     held, asked = {"params": scene.owner()}, []
 
