@@ -72,7 +72,7 @@ $(RUN_STAMP): pyproject.toml
 
 $(TEST_STAMP): pyproject.toml
 	@$(VENV_THAT_RUNS)
-	@echo "installing into .venv, with what the tests need (once; about a minute)"
-	@$(INSTALL) -e '.[test]'
+	@echo "installing into .venv, with what the tests need and compare with (once; some minutes)"
+	@$(INSTALL) -e '.[test,proof]'
 	@echo '$(CURDIR)' >$(VENV)/.checkout
 	@touch $(RUN_STAMP) $@
