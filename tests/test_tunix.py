@@ -20,6 +20,7 @@ import pytest
 from checkpoints import LLAMA, QWEN3, QWEN3_MOE
 from engine_checks import mesh, named
 from flax import nnx
+from forwards import EPS, THETA, TOP_K, tunix_logits
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import shardfly_jax as sf
@@ -54,7 +55,7 @@ class Family:
 def family(tunix: SimpleNamespace, m: Model, dtype: Any) -> Family:
     sizes: dict[str, Any] = {
         "num_layers": m.layers, "vocab_size": m.vocab, "embed_dim": m.hidden, "num_heads": m.heads,
-        "num_kv_heads": m.kv_heads, "head_dim": m.head_dim, "rope_theta": 10_000, "norm_eps": 1e-6,
+        "num_kv_heads": m.kv_heads, "head_dim": m.head_dim, "rope_theta": int(THETA), "norm_eps": EPS,
     }  # fmt: skip
     if m.family == "llama3":
         config = tunix.llama3.ModelConfig(**sizes, hidden_dim=m.width, weight_tying=m.tied)
@@ -62,7 +63,7 @@ def family(tunix: SimpleNamespace, m: Model, dtype: Any) -> Family:
         return Family(build=tunix.llama3.Llama3, config=config, load=load)
     experts: dict[str, Any] = {"hidden_dim": m.width}
     if m.experts is not None:
-        experts = {"hidden_dim": m.experts.width, "num_experts": m.experts.count, "num_experts_per_tok": 2}
+        experts = {"hidden_dim": m.experts.width, "num_experts": m.experts.count, "num_experts_per_tok": TOP_K}
     config = tunix.qwen3.ModelConfig(**sizes, **experts, use_tied_embedding=m.tied, dtype=dtype, param_dtype=dtype)
     return Family(build=tunix.qwen3.Qwen3, config=config, load=tunix.qwen3_params.create_model_from_safe_tensors)
 
@@ -162,3 +163,14 @@ def test_a_tunix_model_on_a_mesh_of_its_own_is_a_rollout(
     # float32 matmuls over another order of devices: XLA adds in another order
     np.testing.assert_allclose(logits(served), want, rtol=1e-3, atol=1e-4)
     assert not np.allclose(before, want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("model", [QWEN3, QWEN3_MOE, LLAMA], ids=lambda m: m.name)
+def test_the_forward_that_other_tests_use_is_tunix(
+    tunix: SimpleNamespace, model: Model, rng: np.random.Generator
+) -> None:
+    trained = built(family(tunix, model, jnp.dtype("float32")), mesh((2, 2), ("fsdp", "tp")), rng)
+    tokens = rng.integers(model.vocab, size=(2, 7))
+    have = jax.jit(lambda p, tokens: tunix_logits(model, p, tokens))(named(nnx.state(trained, nnx.Param)), tokens)
+    # the same sums in float32, in another order
+    np.testing.assert_allclose(np.asarray(have), Forward(trained, tokens)(trained), rtol=1e-3, atol=1e-4)
