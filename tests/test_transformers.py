@@ -163,10 +163,9 @@ def test_a_module_of_transformers_answers_as_its_trainer_after_every_sync(
     ).eval()
     trainer, _ = case.sides(devices, random_checkpoint(m, case.dtype, rng))
     served = rollout(module, m, NamedSharding(Mesh(np.array(devices[-1:]), "x"), P()))
-    plan = sf.make_plan(trainer.params, served.params, sf.engines.route(trainer, served))
-    if where == "gpu" and (reason := sf.why_not_persistent(plan)):
-        pytest.skip(f"buffers are not written in place here: {reason}")
-    plan = sf.register(plan)
+    plan = sf.register(sf.make_plan(trainer.params, served.params, sf.engines.route(trainer, served)))
+    if where == "gpu" and (reasons := sf.why_not_persistent(plan)):
+        pytest.skip(f"buffers are not written in place here: {'; '.join(reasons)}")
     tokens = rng.integers(m.vocab, size=(2, 9))
     seen = []
     for step in range(2):
