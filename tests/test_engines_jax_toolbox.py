@@ -91,10 +91,15 @@ def transforms(draw: st.DrawFn) -> tuple[list[int], dict[str, Any]]:
 
 
 def as_numpy(items: list[Any]) -> tuple[Any, ...]:
-    return tuple(
-        Ellipsis if item == "..." else item if isinstance(item, int) else slice(*item) if item else slice(None)
-        for item in items
-    )
+    """NumPy's items for JSON's; a list holds a start, and perhaps a stop."""
+    out: list[Any] = []
+    for item in items:
+        if isinstance(item, list):
+            start = item[0] if item else None
+            out.append(slice(start, item[1] if len(item) == 2 else None))
+        else:
+            out.append(Ellipsis if item == "..." else item)
+    return tuple(out)
 
 
 @given(transforms())

@@ -129,13 +129,13 @@ def _transformed(
 
 
 def _items(given: Sequence[Any], rank: int) -> tuple[int | slice, ...]:
-    """JSON's `"..."`, numbers and `[start, stop]` as NumPy's items."""
+    """JSON's `"..."`, numbers, `[start, stop]` and `[start]` as NumPy's items."""
     items: list[int | slice] = []
     for item in given:
         if item == "...":
             items += [slice(None)] * (rank - len(given) + 1)
         elif isinstance(item, list):
-            items.append(slice(*item) if item else slice(None))
+            items.append(slice(*(*item, None, None)[:2]))
         else:
             items.append(item)
     return tuple(items)
