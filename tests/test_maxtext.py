@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import io
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,8 +43,8 @@ NAMES = {
 
 @pytest.fixture(scope="module")
 def maxtext() -> Iterator[SimpleNamespace]:
-    """MaxText's modules. Importing them talks, and sets flags of JAX and flax that other tests rely on."""
-    flag = flax.config.flax_always_shard_variable
+    """MaxText's modules. Importing them talks, and sets variables and a flag of flax that other tests rely on."""
+    flag, environ = flax.config.flax_always_shard_variable, dict(os.environ)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         for name in NEEDED:
@@ -57,6 +58,8 @@ def maxtext() -> Iterator[SimpleNamespace]:
         creation=model_creation_utils,
     )  # fmt: skip
     flax.config.update("flax_always_shard_variable", flag)
+    os.environ.clear()
+    os.environ.update(environ)
 
 
 def config(maxtext: SimpleNamespace, m: Model, scanned: bool, **parallelism: int) -> Any:
@@ -83,7 +86,7 @@ def config(maxtext: SimpleNamespace, m: Model, scanned: bool, **parallelism: int
         ["", str(base)], model_name=NAMES[m.family], override_model_config=True, scan_layers=scanned,
         weight_dtype="float32", enable_checkpointing=False, run_name="proof", base_output_directory="unused",
         dataset_type="synthetic", per_device_batch_size=1, max_target_length=8, log_config=False,
-        skip_jax_distributed_system=True, **sizes, **parallelism,
+        skip_jax_distributed_system=True, jax_cache_dir="", **sizes, **parallelism,
     )  # fmt: skip
 
 
