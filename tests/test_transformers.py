@@ -156,8 +156,8 @@ def test_a_module_of_transformers_answers_as_its_trainer_after_every_sync(
     hugging: SimpleNamespace, case: Case, where: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
     m, torch = case.model, hugging.torch
-    device = "cpu" if where == "cpu" else "cuda"
     devices = jax.local_devices(backend=where)
+    device = "cpu" if where == "cpu" else f"cuda:{devices[-1].local_hardware_id}"
     module = hugging.transformers.AutoModelForCausalLM.from_config(
         config(hugging, m), dtype=getattr(torch, case.dtype), **implementations(m)
     ).eval()
