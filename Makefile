@@ -10,7 +10,7 @@ ARGS =
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo rl test test-gpu check notebook bench bench-check bench-gpu clean
+.PHONY: help setup demo rl test test-gpu check notebook docs bench bench-check bench-gpu clean
 
 # A .venv that does not run, or that came along when a checkout was copied or moved (its editable install points to
 # the old folder), has no valid stamps.
@@ -40,6 +40,9 @@ check: $(TEST_STAMP) ## lint, format and types
 notebook: $(TEST_STAMP) ## execute notebooks/*.ipynb in place
 	@test -n "$(NOTEBOOKS)" || { echo 'no notebooks/*.ipynb here' >&2; exit 1; }
 	$(PY) -c 'from nbclient.cli import main; main()' --inplace --timeout=600 $(ARGS) $(NOTEBOOKS)
+
+docs: $(TEST_STAMP) ## the API reference from docstrings: docs/api/index.html
+	$(PY) scripts/api_docs.py docs/api
 
 bench: $(RUN_STAMP) ## run the benchmarks
 	$(PY) -m benchmarks $(ARGS)
@@ -73,7 +76,7 @@ $(RUN_STAMP): pyproject.toml
 
 $(TEST_STAMP): pyproject.toml
 	@$(VENV_THAT_RUNS)
-	@echo "installing into .venv, with what the tests need (once; about a minute)"
-	@$(INSTALL) -e '.[test]'
+	@echo "installing into .venv, with what the tests need and compare with (once; some minutes)"
+	@$(INSTALL) -e '.[test,proof]'
 	@echo '$(CURDIR)' >$(VENV)/.checkout
 	@touch $(RUN_STAMP) $@

@@ -100,7 +100,9 @@ def into_maxtext(m: Model, ck: Arrays, scanned: bool) -> Arrays:
     for prefix, stack in stacks.items():
         for name in stack[0]:
             if scanned:
-                out[f"{prefix}.{name}"] = np.stack([layer[name] for layer in stack], axis=1)
+                # DeepSeek's routing bias is no nnx.Param: nnx_scan.py leaves its layers where scan put them
+                axis = 0 if m.family == "deepseek_v3" and name.endswith("gate.bias") else 1
+                out[f"{prefix}.{name}"] = np.stack([layer[name] for layer in stack], axis=axis)
             else:
                 out |= {f"{prefix}_{j}.{name}": layer[name] for j, layer in enumerate(stack)}
     return out

@@ -12,6 +12,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from shardfly_jax.__main__ import main
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -26,6 +28,41 @@ def test_the_readme_example_runs_as_printed(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "'rollout/0': 3, 'rollout/1': 3" in done.stdout
+
+
+SHARDINGS = re.findall(
+    r"^\| (\S+) \| `(\S+)` \| `(\S+)` \| (.*) \|$", (ROOT / "docs" / "shardings.md").read_text(), re.MULTILINE
+)
+
+
+@pytest.mark.parametrize(("model", "trainer", "rollout", "figures"), SHARDINGS, ids=lambda x: x.partition(" | ")[0])
+def test_the_figures_on_shardings_are_what_explain_prints(
+    model: str, trainer: str, rollout: str, figures: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", "--model", model, "--trainer", trainer, "--rollout", rollout]) == 0
+    text = capsys.readouterr().out
+    printed = [
+        re.search(pattern, text, re.MULTILINE)
+        for pattern in (
+            r"^moves +([\d,]+),", r"^payload .*: (\S+ .B) from trainers", r"^between hosts +(\S+ .?B)",
+            r"^all +100.0% .*\((\S+)\)$", r"^predicted +(\S+ ms);", r"ratio (\S+);",
+        )
+    ]  # fmt: skip
+    assert figures.split(" | ") == [found[1] if found else "-" for found in printed]
+
+
+def test_the_sharp_bits_are_as_sharp_as_the_page_says(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "sharp-bits.md").read_text(), re.DOTALL)
+    script = tmp_path / "bits.py"
+    script.write_text("\n".join(blocks))
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for word in ("another one", "allow_cast", "never been filled", "nothing was written", "'extra'"):
+        assert word in done.stdout
+
+
+def test_the_page_on_shardings_has_figures() -> None:
+    assert len(SHARDINGS) == 15
 
 
 OF_EVERY_PROCESS = """

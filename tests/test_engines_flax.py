@@ -204,6 +204,24 @@ def test_all_that_does_not_fit_is_listed(rng: np.random.Generator) -> None:
         assert words in faults
 
 
+@pytest.mark.parametrize("side", [E.flax.trainer, E.flax.rollout])
+@pytest.mark.parametrize(
+    ("rule", "leaf"),
+    [
+        ({"model.layers.{i}.mlp.up_proj": "model.layers.{i}.mlp.gate_proj"}, "model.layers.0.mlp.gate_proj.kernel"),
+        ({"model.norm": "model.layers.1.input_layernorm"}, "model.layers.1.input_layernorm.scale"),
+    ],
+    ids=["two projections", "one layer's"],
+)
+def test_a_leaf_that_rules_give_to_two_tensors_is_refused(
+    side: Any, rule: dict[str, str], leaf: str, rng: np.random.Generator
+) -> None:
+    arrays = as_flax(LLAMA, checkpoint(LLAMA, rng), stack_experts=True)
+    with pytest.raises(sf.PlanError, match=rf"doubly mapped: '{leaf}' is meant as .* Mend the rules") as caught:
+        side(LLAMA, tree_of(arrays), rules=rule)
+    assert len(caught.value.faults) == 1
+
+
 def test_a_square_matrix_of_unclear_orientation_is_refused(rng: np.random.Generator) -> None:
     square = dataclasses.replace(LLAMA, width=LLAMA.hidden, vocab=LLAMA.hidden)
     arrays = as_flax(square, checkpoint(square, rng), stack_experts=True)

@@ -59,7 +59,9 @@ def test_specs_are_those_that_base_yml_resolves_to() -> None:
     assert dense["decoder.layers.self_attention.query_norm.scale"] == P(heads, None)
     assert dense["decoder.layers.mlp.wi_0.kernel"] == P(("fsdp", "expert"), None, mlp)
     assert dense["decoder.layers.mlp.wo.kernel"] == P(mlp, None, ("fsdp", "expert"))
-    assert sparse["decoder.layers.moe_block.gate.kernel"] == P(("fsdp", "fsdp_transpose"), None, None)
+    assert sparse["decoder.layers.moe_block.gate.kernel"] == P(embed, None, None)
+    gate = "decoder.moe_layers.DeepSeekMoeBlock_0.MoeBlock_0.gate.kernel"
+    assert latent[gate] == P(("fsdp", "fsdp_transpose"), None, None)
     assert sparse["decoder.layers.moe_block.wi_1"] == P(("expert",), None, some, mlp)
     assert sparse["decoder.layers.moe_block.wo"] == P(("expert",), None, mlp, some)
     assert latent["decoder.moe_layers.self_attention.wkv_b.kernel"] == P(embed, None, heads, None)

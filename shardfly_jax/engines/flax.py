@@ -8,6 +8,7 @@ neither `kernel` nor `weight` is refused.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping as AbstractMapping
 from typing import Any
@@ -46,7 +47,7 @@ def trainer(model: Model, params: Any, *, rules: Rules | None = None, layer_axis
 
     Raises:
       PlanError: A tensor that is not found, is found twice, has a shape that does not fit, or could be meant either
-        way; and a rule that renames nothing. All are listed.
+        way; a leaf that is meant as two tensors; and a rule that renames nothing. All are listed.
     """
     found = _found(model, params, {} if rules is None else rules, layer_axis)
     return Side(
@@ -141,12 +142,32 @@ def _found(model: Model, params: Any, rules: Rules, layer_axis: int) -> list[_Fo
             found.append(_locate(model, tensor, named, prefix == tensor.name, shapes, layer_axis))
         except PlanError as error:
             faults += error.faults
+    faults += _shared_leaves(found)
     faults += [
         f"rule: {key!r} renames no tensor of {model.name}. Mend or remove it." for key in rules if key not in used
     ]
     if faults:
         raise PlanError(faults)
     return found
+
+
+def _shared_leaves(found: list[_Found]) -> list[str]:
+    """Faults of leaves that rules give to several tensors."""
+    owner: dict[str, str] = {}
+    faults: dict[tuple[str, str], str] = {}
+    for one in found:
+        experts = range(one.tensor.shape[0]) if "{e}" in one.own else (0,)
+        layers = one.layers if "{i}" in one.own else (0,)
+        for i, e in itertools.product(layers, experts):
+            leaf = one.own.replace("{i}", str(i)).replace("{e}", str(e))
+            other = owner.setdefault(leaf, one.tensor.name)
+            if other != one.tensor.name:
+                faults.setdefault(
+                    (other, one.tensor.name),
+                    f"doubly mapped: {leaf!r} is meant as {other!r} and as {one.tensor.name!r}, but it can hold only "
+                    "one of them. Mend the rules.",
+                )
+    return list(faults.values())
 
 
 def _longest_prefix(name: str, rules: Rules) -> str | None:

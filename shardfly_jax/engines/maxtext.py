@@ -1,8 +1,9 @@
 """MaxText as trainer: layers stacked on axis 1 (`scan_layers`) or one by one, kernels as [in, out...].
 
-Names, shapes and values as in AI-Hypercomputer/maxtext@e591f30, `layers/{attentions,attention_mla,linears,moe}.py`,
+Names, shapes and values as in maxtext 0.2.5, `layers/{attentions,attention_mla,linears,moe,nnx_scan}.py`,
 `models/{llama2,qwen3,deepseek,gpt_oss}.py` and `checkpoint_conversion/utils/param_mapping.py`; specs as its
-`configs/base.yml` resolves them. Names start under `params`: `token_embedder` and `decoder`.
+`configs/base.yml` resolves them. Names start under `params`: `token_embedder` and `decoder`. DeepSeek's routing bias is
+a `MoEBiasVar` there and no `nnx.Param`: take `nnx.state(model, nnx.Not(nnx.RngState), ...)[0]`.
 
 Not described, since they change the tree: `fused_qkv`, `fused_mlp`, `prefuse_moe_weights`, `shard_exp_on_fsdp`,
 `use_2d_fsdp_sharding` and pipelines.
@@ -34,7 +35,8 @@ HEADS = ("tensor", "tensor_sequence", "autoregressive")
 EMBED = ("fsdp", "fsdp_transpose", "context", "context_usp_ulysses", "expert")
 MLP = ("fsdp_transpose", "tensor", "tensor_sequence", "autoregressive")
 MLP_EMBED = ("fsdp", "context", "context_usp_ulysses", "expert")
-GATE_EMBED = ("fsdp", "fsdp_transpose", "context", "context_usp_ulysses")
+SHARED_GATE_EMBED = ("fsdp", "fsdp_transpose", "context", "context_usp_ulysses")
+"""Of the router beside shared experts (`embed_router`); without them it is cut as any other kernel."""
 EXPERT_EMBED = ("fsdp", "context", "context_usp_ulysses")
 EXPERT = ("expert",)
 NORM = ("tensor",)
@@ -104,15 +106,18 @@ class _Stack:
         """Adds a tensor that is a canonical one as it stands."""
         self.entry(canonical, self.leaf(own, shape, *spec, dtype=dtype))
 
-    def leaf(self, own: str, shape: tuple[int, ...], *spec: tuple[str, ...], dtype: Any = None) -> Expr:
+    def leaf(
+        self, own: str, shape: tuple[int, ...], *spec: tuple[str, ...], dtype: Any = None, layer_axis: int = 1
+    ) -> Expr:
         """Adds a tensor, or one per layer; returns the expression of a layer's."""
         count, step, first = len(self.layers), self.layers.step, self.layers[0]
         cut = [_present(self.builder.mesh, axes) for axes in spec]
         if self.scanned:
-            cut.insert(1, _present(self.builder.mesh, self.layer_axes))
-            whole = (shape[0], count, *shape[1:])
+            cut.insert(layer_axis, _present(self.builder.mesh, self.layer_axes))
+            whole = (*shape[:layer_axis], count, *shape[layer_axis:])
             self.builder.leaf(f"{self.name}.{own}", whole, *cut, dtype=dtype)
-            return src(f"{self.name}.{own}")[:, "{i}" if step > 1 or not first else f"{{i}}-{first}"]
+            layer = "{i}" if step > 1 or not first else f"{{i}}-{first}"
+            return src(f"{self.name}.{own}")[(*(slice(None),) * layer_axis, layer)]
         self.builder.leaf(f"{self.name}_{{i}}.{own}", shape, *cut, layers=range(count), dtype=dtype)
         number = f"{{i-{first}}}" if first else "{i}"
         return src(f"{self.name}_{number}.{own}")
@@ -221,9 +226,10 @@ def _experts(m: Model, s: _Stack) -> None:
     e, f = m.experts.count, m.experts.width
     block = "DeepSeekMoeBlock_0." if m.family == "deepseek_v3" else ""
     own = block + "MoeBlock_0." if block else "moe_block."
-    s.kernel("mlp.gate", own + "gate.kernel", m.hidden, e, GATE_EMBED, ())
+    s.kernel("mlp.gate", own + "gate.kernel", m.hidden, e, SHARED_GATE_EMBED if block else EMBED, ())
     if m.experts.correction:
-        s.add("mlp.gate.e_score_correction_bias", own + "gate.bias", (e,), ())
+        # no nnx.Param, so that nnx_scan.py leaves its layers on axis 0
+        s.entry("mlp.gate.e_score_correction_bias", s.leaf(own + "gate.bias", (e,), (), layer_axis=0))
     for name, kernel in (("gate_proj", "wi_0"), ("up_proj", "wi_1")):
         wi = s.leaf(own + kernel, (e, m.hidden, f), EXPERT, EXPERT_EMBED, MLP)
         s.entry(f"mlp.experts.{name}.weight", wi.rearrange("e i o -> e o i"))
@@ -236,7 +242,7 @@ def _experts(m: Model, s: _Stack) -> None:
 def _interleaved_experts(m: Model, s: _Stack) -> None:
     assert m.experts is not None
     e, f, own = m.experts.count, m.experts.width, "GptOssMlp."
-    s.kernel("mlp.router", own + "gate.kernel", m.hidden, e, GATE_EMBED, ())
+    s.kernel("mlp.router", own + "gate.kernel", m.hidden, e, EMBED, ())
     s.add("mlp.router.bias", own + "gate.bias", (e,), ())
     gate, up = (s.leaf(own + wi, (e, m.hidden, f), EXPERT, EXPERT_EMBED, MLP) for wi in ("wi_0", "wi_1"))
     s.entry("mlp.experts.gate_up_proj", stack([gate, up], axis=-1).rearrange("e d f two -> e d (f two)"))

@@ -107,6 +107,11 @@ def _check(m: Model, tp: int, ep: int, runner: str, fused: bool) -> None:
     if m.experts is None:
         if ep > 1:
             faults.append(f"engine: expert_parallel of sglang is {ep}, but {m.name} has no experts. Leave it out.")
+        if runner not in RUNNERS:
+            faults.append(
+                f"engine: moe_runner_backend of sglang is {runner!r}, but one of {list(RUNNERS)} is needed, and "
+                f"{m.name} has no experts. Leave it out."
+            )
         if faults:
             raise PlanError(faults)
         return

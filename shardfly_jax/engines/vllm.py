@@ -75,8 +75,7 @@ def rollout(
     require_family(model, FAMILIES, "vllm")
     tp, dp = axis_size("vllm", mesh, "tp"), dict(mesh.shape).get("dp", 1)
     exchanges = expert_parallel and dp > 1
-    if model.experts is not None:
-        _check_backends(model, moe_backend, all2all_backend, exchanges)
+    _check_backends(model, moe_backend, all2all_backend, exchanges)
     ranks = ("dp", "tp") if "dp" in mesh.axis_names else ("tp",)
     # glm4_moe.py does not pass is_sequence_parallel on to its shared expert
     whole = exchanges and tp > 1 and all2all_backend in SEQUENCE_PARALLEL and model.family == "deepseek_v3"
@@ -135,12 +134,17 @@ def _block_sizes(m: Model, tp: int, width_cuts: int) -> dict[str, int]:
 def _check_backends(model: Model, backend: str, all2all: str, exchanges: bool) -> None:
     if all2all not in ALL2ALL:
         raise PlanError(f"engine: all2all_backend of vllm is {all2all!r}, but it has {list(ALL2ALL)}. Choose one.")
-    if exchanges and all2all in PADDING and model.hidden not in UNPADDED:
+    if model.experts is not None and exchanges and all2all in PADDING and model.hidden not in UNPADDED:
         raise PlanError(
             f"engine: all2all_backend of vllm is {all2all!r}, but it pads the experts of {model.name}, whose hidden "
             f"size is {model.hidden}. Choose allgather_reducescatter."
         )
     usable = ["triton"] if model.family == "gpt_oss" else list(UP_FIRST)
+    if backend not in usable and model.experts is None:
+        raise PlanError(
+            f"engine: moe_backend of vllm is {backend!r}, but one of {usable} is needed, and {model.name} has no "
+            "experts. Leave it out."
+        )
     if backend not in usable:
         raise PlanError(
             f"engine: moe_backend of vllm is {backend!r}, but only {usable} keep the experts of {model.name} in an "

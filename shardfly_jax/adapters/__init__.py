@@ -1,0 +1,1 @@
+"""What lets other frameworks drive updates through their own interfaces."""
