@@ -106,12 +106,12 @@ class Session:
         try:
             with self.inside():
                 run = prepare()
+            self._waits = True
+            pending = Pending(self, run)
+            pending.start()
         except BaseException:
             self.unlock()
             raise
-        self._waits = True
-        pending = Pending(self, run)
-        pending.start()
         self._pending = pending
         return pending
 
