@@ -10,7 +10,7 @@ ARGS =
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo rl test test-gpu check notebook docs bench bench-check bench-gpu clean
+.PHONY: help setup setup-mpi demo rl test test-gpu check notebook docs bench bench-check bench-gpu clean
 
 # A .venv that does not run, or that came along when a checkout was copied or moved (its editable install points to
 # the old folder), has no valid stamps.
@@ -22,6 +22,11 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 
 setup: $(TEST_STAMP) ## make .venv with everything that the tests need
+
+setup-mpi: $(TEST_STAMP) ## build mpi4jax into .venv, for worlds of MPI (no root needed, a minute or two)
+	$(INSTALL) openmpi mpi4py nanobind cython
+	@mkdir -p $(VENV)/no-cuda
+	CUDA_ROOT=$(CURDIR)/$(VENV)/no-cuda PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(INSTALL) --no-build-isolation mpi4jax
 
 demo: $(RUN_STAMP) ## three real updates of Qwen3-0.6B on 8 CPU devices, every byte checked
 	$(PY) -m shardfly_jax demo $(ARGS)

@@ -17,6 +17,7 @@ from shardfly_jax.session import Session
 from shardfly_jax.sharding.errors import RegistrationError
 
 if TYPE_CHECKING:
+    from shardfly_jax.worlds.mpi import MpiWorld
     from shardfly_jax.worlds.world import World
 
 
@@ -37,7 +38,7 @@ def register(
     *,
     placement: Mapping[int, jax.Device] | Callable[[int], jax.Device] | None = None,
     executor: str = "auto",
-    world: World | None = None,
+    world: World | MpiWorld | None = None,
     ranks: Iterable[int] | None = None,
 ) -> Plan:
     """Binds a plan to rollout buffers, once; every later `sync` writes into the same addresses.
@@ -108,16 +109,14 @@ def open_session(
     return Session(plan, owners, allocated, executor, held)
 
 
-def activated(session: Session, plan: Plan, world: World | None) -> Plan:
+def activated(session: Session, plan: Plan, world: World | MpiWorld | None) -> Plan:
     """The plan with a session that takes part in updates from now on.
 
     Raises:
       RegistrationError, WorldError, WorldLost, UpdateRefused: As `register`.
     """
     if world is not None:
-        from shardfly_jax.worlds.part import Part
-
-        session.part = Part(session, world)
+        session.part = world.part_of(session)
     elif plan.source is not None and all(device is not None for device in plan.source.devices):
         session.make_executor({rank: device for rank, device in enumerate(plan.source.devices) if device is not None})
     return dataclasses.replace(plan, session=session)
@@ -128,7 +127,7 @@ def trees_here(plan: Plan, held: frozenset[int]) -> list[str]:
     return list(dict.fromkeys(replica.tree for replica in plan.replicas if held & set(replica.ranks)))
 
 
-def held_ranks(plan: Plan, world: World | None, ranks: Iterable[int] | None) -> frozenset[int]:
+def held_ranks(plan: Plan, world: World | MpiWorld | None, ranks: Iterable[int] | None) -> frozenset[int]:
     """The ranks of this process.
 
     Raises:

@@ -22,6 +22,7 @@ from shardfly_jax.sharding.errors import NotRegistered, Poisoned, RegistrationEr
 
 if TYPE_CHECKING:
     from shardfly_jax.rescaling import Rescaled
+    from shardfly_jax.worlds.mpi import MpiPart
     from shardfly_jax.worlds.part import Part
 
 
@@ -54,7 +55,7 @@ class Session:
         self.digest = plan.digest
         self.owners = owners
         self.held = frozenset(range(plan.ranks)) if held is None else held
-        self.part: Part | None = None
+        self.part: Part | MpiPart | None = None
         self.buffers: dict[Key, Shard] = {}
         for owner in owners.values():
             self.buffers.update(owner.buffers)
@@ -107,12 +108,12 @@ class Session:
         try:
             with self.inside():
                 run = prepare()
+            self._waits = True
+            pending = Pending(self, run)
+            pending.start()
         except BaseException:
             self.unlock()
             raise
-        self._waits = True
-        pending = Pending(self, run)
-        pending.start()
         self._pending = pending
         return pending
 

@@ -61,7 +61,7 @@ def why_no_mpi() -> str | None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     missing = [name for name in ("mpi4jax", "mpi4py") if importlib.util.find_spec(name) is None]
     missing += [] if shutil.which("mpirun", path=path) else ["mpirun"]
-    return f"needs {', '.join(missing)} (the mpi extra)" if missing else None
+    return f"needs {', '.join(missing)} (make setup-mpi)" if missing else None
 
 
 NEEDS: dict[str, Callable[[], str | None]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
@@ -13,8 +14,26 @@ def why_not_zmq(devices: Iterable[jax.Device]) -> str | None:
     """Why chunks cannot travel over sockets to and from these devices; None if they can."""
     if importlib.util.find_spec("zmq") is None:
         return "pyzmq is not installed (pip install 'shardfly-jax[zmq]')"
+    return _why_not_host(devices)
+
+
+def _why_not_host(devices: Iterable[jax.Device]) -> str | None:
     other = sorted({str(device) for device in devices if device.platform != "cpu"})
     return f"{', '.join(other)} is no CPU device, and only host memory is read and written so far" if other else None
+
+
+STARTED_BY_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
+"""Variables by which launchers of MPI jobs are known, without starting MPI here."""
+
+
+def why_not_mpi(devices: Iterable[jax.Device]) -> str | None:
+    """Why chunks cannot travel over MPI to and from these devices; None if they can."""
+    missing = [name for name in ("mpi4jax", "mpi4py") if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"{' and '.join(missing)} cannot be imported (make setup-mpi builds mpi4jax)"
+    if not any(name in os.environ for name in STARTED_BY_MPI):
+        return "this process was not started by mpirun"
+    return _why_not_host(devices)
 
 
 def _absent(what: str) -> Callable[[Iterable[jax.Device]], str | None]:
@@ -26,7 +45,7 @@ PROBES: Mapping[str, Callable[[Iterable[jax.Device]], str | None]] = MappingProx
         "ipc": _absent("writing into another process' GPU memory"),
         "nvshmem": _absent("the symmetric heap"),
         "zmq": why_not_zmq,
-        "mpi": _absent("sending over MPI"),
+        "mpi": why_not_mpi,
     }
 )
 """Transports between processes, fastest first: each says why it cannot reach some devices, or None."""

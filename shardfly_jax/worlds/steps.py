@@ -57,11 +57,13 @@ class Steps:
     """All chunks that concern the ranks of a process.
 
     Attributes:
+      ordered: All of them once, in the plan's order.
       outgoing: Those it sends or forwards, its own ranks' included, in the plan's order.
       incoming: Those it receives, from its own ranks and fills included.
       needed: How many of `incoming` make each band complete.
     """
 
+    ordered: tuple[Step, ...]
     outgoing: tuple[Step, ...]
     incoming: tuple[Step, ...]
     needed: Counter[Band]
@@ -97,15 +99,17 @@ def steps_of(plan: Plan, held: frozenset[int], buffers: Mapping[Key, Shard]) -> 
     concerned = (mine[plan.moves.source_rank + 1] | mine[plan.moves.target_rank + 1])[rows]
     moves: dict[int, Move] = {}
     counts: Counter[tuple[int, int]] = Counter()
-    outgoing, incoming = [], []
+    ordered, outgoing, incoming = [], [], []
     for row, k in zip(rows[concerned].tolist(), ks[concerned].tolist(), strict=True):
         move = moves.setdefault(row, plan.moves[row])
         for step in _steps(plan, move, k, held, buffers, counts):
+            ordered.append(step)
             if move.source_rank in held:
                 outgoing.append(step)
             if move.target_rank in held:
                 incoming.append(step)
-    return Steps(tuple(outgoing), tuple(incoming), Counter(step.fills for step in incoming if step.fills))
+    needed = Counter(step.fills for step in incoming if step.fills)
+    return Steps(tuple(ordered), tuple(outgoing), tuple(incoming), needed)
 
 
 def _steps(

@@ -13,6 +13,7 @@ from shardfly_jax.worlds.serving import Serving
 from shardfly_jax.worlds.wire import Seal
 
 if TYPE_CHECKING:
+    from shardfly_jax.session import Session
     from shardfly_jax.worlds.part import Part
 
 
@@ -52,6 +53,12 @@ class World:
                 self._serving.close()
             self.context.term()
             raise
+
+    def part_of(self, session: Session) -> Part:
+        """Takes part in a plan; see `Part`."""
+        from shardfly_jax.worlds.part import Part  # which imports the transports
+
+        return Part(session, self)
 
     def hold(self, part: Part) -> None:
         """Takes part in a plan; in one at a time, so the plan before it ends.

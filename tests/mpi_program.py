@@ -1,0 +1,168 @@
+"""What each process of an MPI job does in the tests: two trainers, and two replicas of two ranks each.
+
+Run as `mpirun -n 4 python mpi_program.py SCENARIO`. Every process prints one line for each check that it has passed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from checks import poison_buffers
+from mpi4py import MPI
+from small_world import cut_small, make_plan, params_of, served, target_of
+
+import shardfly_jax as sf
+
+HELD = ([0], [1], [2, 3], [4, 5])
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+class Process:
+    """This one."""
+
+    def __init__(self, deadline_secs: float = 30.0):
+        cut_small()
+        self.world: Any = sf.connect(transport="mpi", deadline_secs=deadline_secs)
+        self.number = self.world.process
+        self.held = HELD[self.number]
+        self.plan = sf.register(make_plan(), world=self.world, ranks=self.held)
+
+    def update(self, seed: int, **options: Any) -> Any:
+        if self.number < 2:
+            return sf.sync(params_of(seed, self.held), self.plan, **options)
+        return sf.receive(self.plan, **options)
+
+    def serves(self, *seeds: int) -> str:
+        return served(self.plan, list(seeds))
+
+    def expect(self, error: type[BaseException], words: str, call: Callable[[], Any]) -> None:
+        """A call raises an error of a type that contains some words."""
+        with pytest.raises(error, match=re.escape(words)):
+            call()
+
+
+def good(me: Process) -> None:
+    """Updates, refusals, failures that heal, updates in the background, other replicas."""
+    addresses = {s.address for s in me.plan.registered().buffers.values()}
+    for seed in (1, 2):
+        poison_buffers(me.plan)
+        me.update(seed)
+        assert me.serves(seed) == (str(seed) if me.number >= 2 else "no rollout")
+        assert set(me.plan.version.values()) == {seed}
+        assert set(me.plan.staleness.values()) == {0}
+    assert "Transport: mpi" in me.plan.explain()
+    say("updates")
+
+    wrong = params_of(3, me.held) if me.number < 2 else {}
+    if me.number == 1:
+        del wrong["norm"]
+    me.expect(
+        sf.ParamsMismatch if me.number == 1 else sf.UpdateRefused,
+        "'norm' is missing",
+        lambda: sf.sync(wrong, me.plan) if me.number < 2 else sf.receive(me.plan),
+    )
+    assert me.serves(2) == ("2" if me.number >= 2 else "no rollout")
+    say("refusal")
+
+    def break_off(_: int) -> None:
+        raise ZeroDivisionError("a callback")
+
+    me.expect(
+        ZeroDivisionError if me.number == 2 else sf.TransferError,
+        "a callback" if me.number == 2 else "rank 2 failed: ZeroDivisionError",
+        lambda: me.update(4, **({"progress": break_off} if me.number == 2 else {})),
+    )
+    assert me.serves(2, 4) == ("poisoned" if me.number >= 2 else "no rollout")
+    assert set(me.plan.staleness.values()) == {1}
+    me.update(5)
+    assert me.serves(5) == ("5" if me.number >= 2 else "no rollout")
+    assert set(me.plan.version.values()) == {4}
+    say("healed")
+
+    if me.number < 2:
+        handle = sf.sync(params_of(6, me.held), me.plan, wait=False)
+        me.expect(sf.UpdateRefused, "pending", lambda: me.update(7))
+        handle.result(60)
+    else:
+        me.update(6)
+        assert me.serves(6) == "6"
+    assert addresses == {s.address for s in me.plan.registered().buffers.values()}
+    say("background")
+
+    ranks = ([0], [1], [2], [3, 4])[me.number]
+    me.plan = sf.rescale(me.plan, target_of(3, tp=1), ranks=ranks)
+    assert me.plan.rescaled is not None
+    assert me.plan.rescaled.serving == ()
+    me.held = ranks
+    me.update(8)
+    assert me.serves(8) == ("8" if me.number >= 2 else "no rollout")
+    assert set(me.plan.version.values()) == {6}
+    say("rescaled")
+
+    me.expect(
+        sf.DigestMismatch,
+        "hold the plans",
+        lambda: sf.register(make_plan(2.0 if me.number == 3 else 1.0), world=me.world, ranks=HELD[me.number]),
+    )
+    me.expect(
+        sf.RegistrationError,
+        "each of 0 to 5 is needed",
+        lambda: sf.register(make_plan(), world=me.world, ranks=HELD[2 if me.number == 3 else me.number]),
+    )
+    say("registrations")
+    me.world.close()
+    me.expect(sf.WorldLost, "closed", lambda: me.update(9))
+
+
+def fault(signal_: int, at: str) -> Callable[[Process], None]:
+    """Process 2 gets a signal before an update, or in the midst of it."""
+
+    def run(me: Process) -> None:
+        me.update(1)
+        say("updated")
+
+        def progress(_: int) -> None:
+            os.kill(os.getpid(), signal_)
+
+        if me.number == 2 and at == "vote":
+            os.kill(os.getpid(), signal_)
+        try:
+            me.update(2, **({"progress": progress} if me.number == 2 else {}))
+        except sf.WorldLost as error:
+            say(f"WorldLost: {error}")
+            assert me.serves(1) == ("1" if me.number >= 2 else "no rollout")
+            raise
+        say("went on")
+
+    return run
+
+
+def miss(me: Process) -> None:
+    """Process 2 is elsewhere: it never connects."""
+    raise AssertionError("nobody can have connected")
+
+
+SCENARIOS: dict[str, tuple[float, Callable[[Process], None]]] = {
+    "good": (60.0, good),
+    "miss": (3.0, miss),
+    "kill-vote": (60.0, fault(signal.SIGKILL, "vote")),
+    "kill-move": (60.0, fault(signal.SIGKILL, "move")),
+    "stop-vote": (4.0, fault(signal.SIGSTOP, "vote")),
+    "stop-move": (4.0, fault(signal.SIGSTOP, "move")),
+}
+
+if __name__ == "__main__":
+    deadline_secs, scenario = SCENARIOS[sys.argv[1]]
+    if scenario is miss and MPI.COMM_WORLD.rank == 2:
+        signal.pause()
+    scenario(Process(deadline_secs))
+    say("done")

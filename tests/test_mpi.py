@@ -1,0 +1,84 @@
+"""Worlds of MPI: four processes under mpirun update every byte; who is lost ends the job, and nobody hangs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import shardfly_jax as sf
+from shardfly_jax.transports import choice
+
+HERE = Path(__file__).parent
+PROCESSES = 4
+PATIENCE_SECS = 120.0
+CHECKS = ["updates", "refusal", "healed", "background", "rescaled", "registrations", "done"]
+
+
+def run(scenario: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Runs the program of the tests in four processes; what came of it, and the seconds that it took."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    flags = "--xla_force_host_platform_device_count=2"
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(HERE), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(PROCESSES)]
+    start = time.monotonic()
+    with subprocess.Popen(
+        [*command, sys.executable, "-P", str(HERE / "mpi_program.py"), scenario],
+        env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+    ) as job:  # fmt: skip
+        try:
+            out, complaint = job.communicate(timeout=PATIENCE_SECS)
+        except subprocess.TimeoutExpired:
+            job.terminate()  # so that it ends its processes
+            out, complaint = job.communicate(timeout=PATIENCE_SECS)
+            pytest.fail(f"the job hangs: {out}{complaint}")
+    return subprocess.CompletedProcess(job.args, job.returncode, out, complaint), time.monotonic() - start
+
+
+@pytest.mark.mpi
+def test_four_processes_update_refuse_heal_and_rescale() -> None:
+    done, _ = run("good")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.split()
+    assert {check: lines.count(check) for check in CHECKS} == dict.fromkeys(CHECKS, PROCESSES), done.stderr
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("at", ["vote", "move"])
+@pytest.mark.parametrize("action", ["kill", "stop"])
+def test_a_lost_rank_ends_the_job_and_nobody_goes_on(action: str, at: str) -> None:
+    done, secs = run(f"{action}-{at}")
+    assert done.returncode != 0
+    assert done.stdout.split().count("updated") == PROCESSES
+    assert "went on" not in done.stdout
+    assert "AssertionError" not in done.stderr, done.stderr
+    if (action, at) == ("stop", "vote"):
+        assert "WorldLost: world: process 2 (ranks [2, 3]) did not come to 'update' within 4 s" in done.stdout
+    elif (action, at) == ("stop", "move"):
+        assert "SyncTimeout: after 4 s rank" in done.stderr, done.stderr
+    else:  # the launcher notices at once, long before the deadline of 60 s
+        assert secs < 50
+
+
+@pytest.mark.mpi
+def test_a_process_that_does_not_connect_is_not_waited_for_without_end() -> None:
+    done, _ = run("miss")
+    assert done.returncode != 0
+    assert "WorldLost: world: some process did not connect within 3 s" in done.stderr
+
+
+def test_mpi_is_refused_with_a_reason_where_it_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in choice.STARTED_BY_MPI:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(sf.WorldError, match=r"cannot be imported \(make setup-mpi|not started by mpirun"):
+        sf.connect(transport="mpi")
+    with pytest.raises(sf.WorldError, match="not for MPI"):
+        sf.connect("tcp://127.0.0.1:0", "token", transport="mpi")
+    with pytest.raises(sf.WorldError, match="transport is 'carrier pigeon'"):
+        sf.connect("tcp://127.0.0.1:0", "token", transport="carrier pigeon")
+    with pytest.raises(sf.WorldError, match="address is None"):
+        sf.connect(token="token")
