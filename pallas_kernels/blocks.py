@@ -84,7 +84,9 @@ class BlockTile:
         claim_shared()
         with when(self.side.has(q.READS_AMAX) == 0):
             self.find_maxima(first)
-        for_range(self.tile.thread, self.count, m.THREADS, self.settle)
+        with when(self.side.has(q.READS_AMAX)):
+            self.each_block(lambda word, at: m.store_shared(word, m.load32(at)))
+        self.each_block(self.settle)
         if self.encodes is not None:
             with when(self.side.has(q.WRITES_CODES)):
                 m.barrier()
@@ -166,12 +168,21 @@ class BlockTile:
                         m.max_shared(at, one)
         m.barrier()
 
-    def settle(self, number: Int) -> None:
+    def each_block(self, do: Callable[[Int, Int], None]) -> None:
+        """Deals the tile's blocks out to threads, always alike.
+
+        Args:
+          do: Gets the address of a block's word in shared memory, and of its word at the side.
+        """
+
+        def body(number: Int) -> None:
+            do(self.words + number * 4, self.side.word_at(*split(number, self.across)))
+
+        for_range(self.tile.thread, self.count, m.THREADS, body)
+
+    def settle(self, word: Int, at: Int) -> None:
         """Does what is to be done with the maximum of one block."""
-        side, word = self.side, self.words + number * 4
-        row, column = split(number, self.across)
-        at = side.word_at(row, column)
-        amax = if_else(side.has(q.READS_AMAX), lambda: m.load32(at), lambda: m.load_shared(word))
+        side, amax = self.side, m.load_shared(word)
         with when(side.has(q.RAISES_AMAX)):
             m.raise_word(at, amax)
         if self.format is None:
