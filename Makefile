@@ -59,7 +59,7 @@ test-gpu: $(TEST_STAMP) ## the tests that need a GPU (pip install 'jax[cuda13]' 
 	JAX_PLATFORMS=cuda,cpu $(PY) -m pytest -m "gpu or multigpu" $(ARGS)
 
 bench-gpu: $(RUN_STAMP) ## the persistent kernel against its bound, XLA and, on two GPUs, other systems (they need torch)
-	$(PY) -m benchmarks on_gpu $(ARGS)
+	$(PY) -m benchmarks on_gpu quantizing $(ARGS)
 	$(PY) -m benchmarks on_gpus $(ARGS)
 
 clean: ## remove build outputs and caches; .venv stays

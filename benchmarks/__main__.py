@@ -40,7 +40,7 @@ def machine() -> dict[str, Any]:
         "jax": jax.__version__,
         "numpy": np.__version__,
         # a machine that got the files without their history is told the commit
-        "commit": commit or os.environ.get("SHARDFLY_COMMIT", "unknown"),
+        "commit": os.environ.get("SHARDFLY_COMMIT") or commit or "unknown",
     }
 
 
@@ -56,7 +56,7 @@ def main() -> None:
         "parts",
         nargs="*",
         metavar="PART",
-        help="planning, growth, simulated, updating (all by default), on_gpu (needs a GPU), on_gpus (better with two)",
+        help="planning, growth, simulated, updating (all by default), on_gpu, quantizing (need a GPU), on_gpus (two)",
     )
     parser.add_argument("--tables-only", action="store_true", help="only renew the README's tables from the JSON")
     parser.add_argument("--check", action="store_true", help="compare with the committed results; write nothing")
@@ -65,7 +65,7 @@ def main() -> None:
         parser.error("on_gpus goes alone: its programs need all memory of the GPUs")
     if "on_gpus" in options.parts:
         os.environ["JAX_PLATFORMS"] = "cpu"  # of this program; those that it starts take the GPUs
-    os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if "on_gpu" in options.parts else "cpu")
+    os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if {"on_gpu", "quantizing"} & {*options.parts} else "cpu")
     os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
     from benchmarks import gpu_job, growth, on_gpu, planning, simulated, updating
 
@@ -85,9 +85,10 @@ def main() -> None:
         "simulated": lambda: simulated.run(console),
         "updating": lambda: updating.run(console),
         "on_gpu": lambda: on_gpu.run(report),
+        "quantizing": lambda: on_gpu.run(report, quantizing=True),
         "on_gpus": lambda: gpu_job.run(report, save if not options.check else lambda *_: None),
     }
-    chosen = options.parts or [part for part in runs if not part.startswith("on_gpu")]
+    chosen = options.parts or [part for part in runs if part not in ("on_gpu", "quantizing", "on_gpus")]
     if unknown := [part for part in options.parts if part not in runs]:
         parser.error(f"unknown parts {unknown}; choose from {', '.join(runs)}")
     if options.check:

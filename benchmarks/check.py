@@ -74,6 +74,13 @@ GUARDS = {
             Figure(name="faster_than_xla", more_is_better=True, margin=0.1),
         ),
     ),
+    "quantizing": Guard(
+        keys=("case", "trainer_dtype"),
+        figures=(
+            Figure(name="of_bound", more_is_better=True, margin=0.05),
+            Figure(name="faster_than_xla", more_is_better=True, margin=0.1),
+        ),
+    ),
     "on_gpus": Guard(
         keys=("case",),
         figures=(

@@ -202,6 +202,7 @@ MAKERS = {
     "simulated": _simulated,
     "updating": _updating,
     "on_gpu": _on_gpu,
+    "quantizing": _on_gpu,
     "on_gpus": _on_gpus,
     "peers": _peers,
 }

@@ -57,38 +57,33 @@ class Side:
         return self.at + row * self.steps[0] + column * self.steps[1]
 
 
-class BlockTile:
-    """Emits the code for a `BLOCK_ROWS` or `BLOCK_TRANSPOSE` tile.
+def quantize_blocks(tile: Tile, where: Callable[[], tuple[Tile, Side]], conversion: Conversion, turned: bool) -> None:
+    """A `BLOCK_ROWS` or `BLOCK_TRANSPOSE` tile.
 
     Args:
-      tile, side: What and where.
+      tile: What is read.
+      where: Computes where it goes: called after the loads, as registers are short until then.
       conversion: Of its record.
       turned: Whether dimension 3 is contiguous in the source, instead of dimension 4.
     """
+    load = Loads(tile, conversion, turned)
+    first = load.strips(0)
+    claim_shared()
+    BlockTile(load, *where(), conversion).run(first)
 
-    def __init__(self, tile: Tile, side: Side, conversion: Conversion, turned: bool):
-        self.tile, self.side, self.turned = tile, side, turned
-        self.values, self.format, self.encodes = values_of(conversion), format_of(conversion), conversion.encodes
-        self.width = itemsize(conversion.source)
+
+class Loads:
+    """Emits the loads of a tile of blocks.
+
+    Args:
+      tile, conversion, turned: As for `quantize_blocks`.
+    """
+
+    def __init__(self, tile: Tile, conversion: Conversion, turned: bool):
+        self.tile, self.turned, self.width = tile, turned, itemsize(conversion.source)
         self.per_piece = r.PIECE_NBYTES // self.width
         self.batches = self.width // 2
-        self.strips = STRIPS // self.batches
-        self.words = tile.shared + q.TILE * ROW_NBYTES
-        self.across = (side.starts[1] + tile.columns - 1) // side.sizes[1] + 1
-        self.count = ((side.starts[0] + tile.rows - 1) // side.sizes[0] + 1) * self.across
-        self.is_one = self.count == 1
-
-    def run(self) -> None:
-        """The whole tile."""
-        first = self.load(0)
-        claim_shared()
-        with when(self.side.has(q.READS_AMAX) == 0):
-            self.find_maxima(first)
-        for_range(self.tile.thread, self.count, m.THREADS, self.settle)
-        if self.encodes is not None:
-            with when(self.side.has(q.WRITES_CODES)):
-                m.barrier()
-                self.encode(first)
+        self.n_strips = STRIPS // self.batches
 
     def places(self, batch: int) -> tuple[list[Int], Int]:
         """The rows of a batch's strips, and their piece, both perhaps outside the tile."""
@@ -96,15 +91,15 @@ class BlockTile:
             lanes = q.TILE // self.per_piece  # neighbouring threads read neighbouring pieces
             item = self.tile.thread + batch * m.THREADS
             first = item % lanes * self.per_piece
-            return [first + k for k in range(self.strips)], item // lanes
-        first = self.tile.thread // PIECES + batch * self.strips * (m.THREADS // PIECES)
-        return [first + k * (m.THREADS // PIECES) for k in range(self.strips)], self.tile.thread % PIECES
+            return [first + k for k in range(self.n_strips)], item // lanes
+        first = self.tile.thread // PIECES + batch * self.n_strips * (m.THREADS // PIECES)
+        return [first + k * (m.THREADS // PIECES) for k in range(self.n_strips)], self.tile.thread % PIECES
 
     def inside(self, row: Int, piece: Int) -> Int:
         """Whether a strip lies in the tile."""
         return (row < self.tile.rows) & (piece * q.STRIP < self.tile.columns)
 
-    def load(self, batch: int) -> list[Strip]:
+    def strips(self, batch: int) -> list[Strip]:
         """The strips of a batch; those outside the tile hold anything."""
         rows, piece = self.places(batch)
         column = (piece * q.STRIP).at_most(self.tile.columns - q.STRIP)
@@ -131,6 +126,40 @@ class BlockTile:
             for selector in (0x5410, 0x7632)
         ]
 
+
+class BlockTile:
+    """Emits what is done with the strips of a tile of blocks.
+
+    Args:
+      load: Its loads.
+      tile, side: Where codes, and maxima or scales, go.
+      conversion: Of its record.
+    """
+
+    def __init__(self, load: Loads, tile: Tile, side: Side, conversion: Conversion):
+        self.load, self.tile, self.side = load, tile, side
+        self.values, self.format, self.encodes = values_of(conversion), format_of(conversion), conversion.encodes
+        self.words = tile.shared + q.TILE * ROW_NBYTES
+        self.across = (side.starts[1] + tile.columns - 1) // side.sizes[1] + 1
+        self.count = ((side.starts[0] + tile.rows - 1) // side.sizes[0] + 1) * self.across
+        self.is_one = self.count == 1
+
+    def run(self, first: list[Strip]) -> None:
+        """The whole tile.
+
+        Args:
+          first: Strips of the first batch.
+        """
+        with when(self.side.has(q.READS_AMAX) == 0):
+            self.find_maxima(first)
+        with when(self.side.has(q.READS_AMAX)):
+            self.each_block(lambda word, at: m.store_shared(word, m.load32(at)))
+        self.each_block(self.settle)
+        if self.encodes is not None:
+            with when(self.side.has(q.WRITES_CODES)):
+                m.barrier()
+                self.encode(first)
+
     def words_of(self, rows: list[Int], piece: Int) -> list[Int]:
         """Shared-memory addresses of the words of some strips' blocks."""
         start, size = self.side.starts, self.side.sizes
@@ -148,10 +177,10 @@ class BlockTile:
         """Puts the maxima of the tile's blocks into shared memory."""
         for_range(self.tile.thread, self.count, m.THREADS, lambda k: m.store_shared(self.words + k * 4, const(0)))
         m.barrier()
-        for batch in range(self.batches):
-            strips = first if batch == 0 else self.load(batch)
-            rows, piece = self.places(batch)
-            inside = [self.inside(row, piece) for row in rows]
+        for batch in range(self.load.batches):
+            strips = first if batch == 0 else self.load.strips(batch)
+            rows, piece = self.load.places(batch)
+            inside = [self.load.inside(row, piece) for row in rows]
             found = [yes.where(largest(self.values, strip), 0) for yes, strip in zip(inside, strips, strict=True)]
             with when(self.is_one):
                 top = found[0]
@@ -166,12 +195,21 @@ class BlockTile:
                         m.max_shared(at, one)
         m.barrier()
 
-    def settle(self, number: Int) -> None:
+    def each_block(self, do: Callable[[Int, Int], None]) -> None:
+        """Deals the tile's blocks out to threads, always alike.
+
+        Args:
+          do: Gets the address of a block's word in shared memory, and of its word at the side.
+        """
+
+        def body(number: Int) -> None:
+            do(self.words + number * 4, self.side.word_at(*split(number, self.across)))
+
+        for_range(self.tile.thread, self.count, m.THREADS, body)
+
+    def settle(self, word: Int, at: Int) -> None:
         """Does what is to be done with the maximum of one block."""
-        side, word = self.side, self.words + number * 4
-        row, column = split(number, self.across)
-        at = side.word_at(row, column)
-        amax = if_else(side.has(q.READS_AMAX), lambda: m.load32(at), lambda: m.load_shared(word))
+        side, amax = self.side, m.load_shared(word)
         with when(side.has(q.RAISES_AMAX)):
             m.raise_word(at, amax)
         if self.format is None:
@@ -187,13 +225,13 @@ class BlockTile:
         """Encodes all strips and stores the rows."""
         assert self.encodes is not None
         tile, mask = self.tile, (self.tile.remote != 0).where(const(0), PIECES - 1)
-        for batch in range(self.batches):
-            strips = first if self.batches == 1 else self.load(batch)
-            rows, piece = self.places(batch)
+        for batch in range(self.load.batches):
+            strips = first if self.load.batches == 1 else self.load.strips(batch)
+            rows, piece = self.load.places(batch)
             for row, word, strip in zip(rows, self.words_of(rows, piece), strips, strict=True):
-                with when(self.inside(row, piece)):
+                with when(self.load.inside(row, piece)):
                     factor = m.load_shared(word)
-                    at = tile.shared + row * ROW_NBYTES + (piece ^ (row // self.per_piece & mask)) * r.PIECE_NBYTES
+                    at = tile.shared + row * ROW_NBYTES + (piece ^ (row // self.load.per_piece & mask)) * r.PIECE_NBYTES
                     m.store_shared_vector(at, codes(self.values, self.encodes, strip, factor))
         m.fence_async()
         m.barrier()
@@ -203,7 +241,7 @@ class BlockTile:
             piece, start = tile.thread % PIECES, tile.thread // PIECES
 
             def store(row: Int) -> None:
-                physical = piece ^ (row // self.per_piece & (PIECES - 1))
+                physical = piece ^ (row // self.load.per_piece & (PIECES - 1))
                 words = m.load_shared_vector(tile.shared + row * ROW_NBYTES + physical * r.PIECE_NBYTES)
                 m.store_vector(tile.target + row * tile.write[0] + piece.wide() * r.PIECE_NBYTES, words)
 

@@ -8,10 +8,12 @@ import numpy as np
 
 from shardfly_jax.pallas_kernels import addresses as m
 from shardfly_jax.pallas_kernels.conversions import follow
-from shardfly_jax.pallas_kernels.emit import Int
+from shardfly_jax.pallas_kernels.emit import Int, replaced
 from shardfly_jax.pallas_kernels.floats import flush, wide
 from shardfly_jax.sharding.formats import Amax, Conversion, Encode, Step, ToScale
-from shardfly_jax.sharding.quantization import Format
+from shardfly_jax.sharding.quantization import BIAS, Format
+
+E4M3_LARGEST = 448.0
 
 
 def values_of(conversion: Conversion) -> Conversion:
@@ -57,15 +59,13 @@ def codes(conversion: Conversion, format: Format, words: Sequence[Int], factor: 
       words: The elements, packed.
       factor: Of their block, from `scales.factor`.
     """
-    values = _values(conversion, words)
-    pairs = [_codes_of_pair(format, low, high, factor) for low, high in zip(values[::2], values[1::2], strict=True)]
-    return [m.permute_bytes(low, high, 0x5410) for low, high in zip(pairs[::2], pairs[1::2], strict=True)]
+    values = replaced(_shows_subnormals(format, factor), _values(conversion, words), flush)
+    return [_codes_of_four(format, values[k : k + 4], factor) for k in range(0, len(values), 4)]
 
 
 def code(conversion: Conversion, format: Format, element: list[Int], factor: Int) -> Int:
     """The code of one element, given as its words."""
-    value = _value(conversion, element)
-    return _codes_of_pair(format, value, value, factor) & 0xFF
+    return _codes_of_four(format, [flush(_value(conversion, element))] * 4, factor) & 0xFF
 
 
 def largest_of(conversion: Conversion, element: list[Int]) -> Int:
@@ -86,29 +86,35 @@ def _value(conversion: Conversion, element: list[Int]) -> Int:
     return wide(value[0], dtype)
 
 
-def _codes_of_pair(format: Format, low: Int, high: Int, factor: Int) -> Int:
-    """The codes of two values, the first one in the lowest byte, zeros above both.
+def _divides(format: Format) -> bool:
+    """Whether values are divided by a block's factor, instead of multiplied with it."""
+    return format.formula == "divide" and format.scale == "float32"
 
-    A subnormal counts as a zero of its sign. Clamped first: then no finite value becomes NaN or wraps.
+
+def _shows_subnormals(format: Format, factor: Int) -> Int:
+    """Whether a subnormal value could have another code than a zero of its sign: only if it becomes 2^-26 or more."""
+    if _divides(format):
+        return factor < (BIAS - 100) << 23
+    return factor > (BIAS + 100) << 23
+
+
+def _codes_of_four(format: Format, values: Sequence[Int], factor: Int) -> Int:
+    """The codes of four values, the first one in the lowest byte; a subnormal value must not matter.
+
+    Values are clamped before the cast, so that no finite one becomes NaN or wraps. The conversion to e4m3 does that by
+    itself: beyond the largest finite value it gives that one (PTX ISA, cvt: .satfinite).
     """
-    op = "div" if format.formula == "divide" and format.scale == "float32" else "mul"
-    limit = int(np.float32(format.largest).view(np.uint32))
-
-    def one(x: str) -> str:
-        return (
-            f" abs.f32 t, {x}; setp.lt.f32 p, t, 0f00800000; @p mul.rn.f32 {x}, {x}, 0f00000000;"
-            f" {op}.rn.f32 {x}, {x}, f; max.f32 {x}, {x}, 0f{limit | 1 << 31:08X}; min.f32 {x}, {x}, 0f{limit:08X};"
-        )
-
+    op, limit = "div" if _divides(format) else "mul", int(np.float32(format.largest).view(np.uint32))
+    saturates = format.codes == "float8_e4m3fn" and format.largest == E4M3_LARGEST
+    steps = ["mov.b32 f, $5;"]
+    for k, x in enumerate("abcd"):
+        steps.append(f"mov.b32 {x}, ${k + 1}; {op}.rn.f32 {x}, {x}, f;")
+        if not saturates:
+            steps.append(f"max.f32 {x}, {x}, 0f{limit | 1 << 31:08X}; min.f32 {x}, {x}, 0f{limit:08X};")
     if format.codes == "int8":
-        end = (
-            "cvt.rni.s32.f32 i, a; cvt.rni.s32.f32 j, b; and.b32 i, i, 0xff; and.b32 j, j, 0xff;"
-            " shl.b32 j, j, 8; or.b32 $0, i, j;"
-        )
+        steps += [f"cvt.rni.s32.f32 {i}, {x};" for i, x in zip("ijkl", "abcd", strict=True)]
+        steps += ["prmt.b32 i, i, j, 0x0040; prmt.b32 k, k, l, 0x0040; prmt.b32 $0, i, k, 0x5410;"]
     else:
-        end = "cvt.rn.satfinite.e4m3x2.f32 h, b, a; cvt.u32.u16 $0, h;"
-    code = (
-        "{ .reg .f32 a, b, f, t; .reg .pred p; .reg .b16 h; .reg .b32 i, j;"
-        f" mov.b32 a, $1; mov.b32 b, $2; mov.b32 f, $3;{one('a')}{one('b')} {end} }}"
-    )
-    return m.ptx_value(code, "=r,r,r,r", low, high, factor, pure=True)
+        steps += ["cvt.rn.satfinite.e4m3x2.f32 g, b, a; cvt.rn.satfinite.e4m3x2.f32 h, d, c; mov.b32 $0, {g, h};"]
+    registers = ".reg .f32 a, b, c, d, f; .reg .b16 g, h; .reg .b32 i, j, k, l;"
+    return m.ptx_value(f"{{ {registers} {' '.join(steps)} }}", "=r,r,r,r,r,r", *values, factor, pure=True)

@@ -25,6 +25,7 @@ warpgroup's code.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
@@ -33,7 +34,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from shardfly_jax.pallas_kernels import addresses as m, tiles
-from shardfly_jax.pallas_kernels.blocks import BlockTile, Side, encode_elements, reduce_elements
+from shardfly_jax.pallas_kernels.blocks import Side, encode_elements, quantize_blocks, reduce_elements
 from shardfly_jax.pallas_kernels.conversions import fills
 from shardfly_jax.pallas_kernels.emit import Int, const, for_range, if_else, when, while_loop
 from shardfly_jax.sharding import records as r
@@ -325,11 +326,10 @@ class Block:
             index[d] = index[d] * size
             count[d] = size.at_most(extents[d] - index[d])
         read = [pair(r.SOURCE_STRIDE + 2 * d) for d in range(r.DIMS)]
-        write = [pair(r.TARGET_STRIDE + 2 * d) for d in range(r.DIMS)]
         source = self.base(word(r.SOURCE).at_least(0)) + pair(r.SOURCE_OFFSET)  # a fill reads nothing
-        target = self.base(word(r.TARGET).at_least(0)) + pair(r.TARGET_OFFSET)  # what is only reduced writes nothing
         for d in range(r.DIMS):
-            source, target = source + index[d] * read[d], target + index[d] * write[d]
+            source = source + index[d] * read[d]
+        target, write = self.target(at, index)
         return tiles.Tile(
             thread=self.thread,
             shared=self.tile,
@@ -339,10 +339,19 @@ class Block:
             rows=count[3],
             columns=count[4],
             read=(read[3], read[4]),
-            write=(write[3], write[4]),
+            write=write,
             remote=word(r.REMOTE),
             index=tuple(index),
         )
+
+    def target(self, at: Int, index: Sequence[Int]) -> tuple[Int, tuple[Int, Int]]:
+        """Target address of an element of a record, and strides of dimensions 3 and 4."""
+        write = [m.load_pair(at, r.TARGET_STRIDE + 2 * d) for d in range(r.DIMS)]
+        # what is only reduced writes nothing
+        target = self.base(m.load_word(at, r.TARGET).at_least(0)) + m.load_pair(at, r.TARGET_OFFSET)
+        for d in range(r.DIMS):
+            target = target + index[d] * write[d]
+        return target, (write[3], write[4])
 
     def side(self, at: Int, record: Int, tile: tiles.Tile) -> Side:
         """The side of a tile of a record."""
@@ -377,7 +386,7 @@ class Block:
         for index, conversion in enumerate(self.conversions):
             with when((kind != r.ROWS) & (convert == index)):
                 if quantizes_elements(conversion):
-                    self.quantize(tile, self.side(self.record_at(record), record, tile), kind, conversion)
+                    self.quantize(tile, record, kind, conversion)
                     continue
                 if not (conversion.is_bits or fills(conversion) or quantizes(conversion)):
                     with when(kind == r.CAST):
@@ -388,17 +397,23 @@ class Block:
                 with when(kind == r.ELEMENTS):
                     tiles.elements(tile, conversion, refuse)
 
-    def quantize(self, tile: tiles.Tile, side: Side, kind: Int, conversion: Conversion) -> None:
+    def quantize(self, tile: tiles.Tile, record: Int, kind: Int, conversion: Conversion) -> None:
         """One tile whose elements are reduced or encoded."""
+        at = self.record_at(record)
+
+        def where() -> tuple[tiles.Tile, Side]:
+            target, write = self.target(at, tile.index)
+            return dataclasses.replace(tile, target=target, write=write), self.side(at, record, tile)
+
         if not fills(conversion):
             for of, turned in ((r.BLOCK_ROWS, False), (r.BLOCK_TRANSPOSE, True)):
                 with when(kind == of):
-                    BlockTile(tile, side, conversion, turned).run()
+                    quantize_blocks(tile, where, conversion, turned)
         with when(kind == r.REDUCE_ELEMENTS):
-            reduce_elements(tile, side, conversion)
+            reduce_elements(tile, self.side(at, record, tile), conversion)
         if conversion.encodes is not None:
             with when(kind == r.ENCODE_ELEMENTS):
-                encode_elements(tile, side, conversion)
+                encode_elements(tile, self.side(at, record, tile), conversion)
 
     def counter_at(self, inbox: Int, counter: Int) -> Int:
         """Address of a counter."""

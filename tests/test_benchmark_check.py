@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-LATER = [part for part in ("growth", "on_gpus") if (RESULTS / f"{part}.json").exists()]
+LATER = [part for part in ("growth", "quantizing", "on_gpus") if (RESULTS / f"{part}.json").exists()]
 PARTS = ("planning", "simulated", "updating", "on_gpu", *LATER)
 
 
