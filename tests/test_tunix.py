@@ -74,7 +74,9 @@ def built(one: Family, on: Mesh, rng: np.random.Generator) -> nnx.Module:
         graph, state = nnx.split(nnx.eval_shape(lambda: one.build(one.config, rngs=nnx.Rngs(params=0))))
 
     def fresh(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.Array:
-        return jax.device_put(rng.standard_normal(leaf.shape, np.float32).astype(leaf.dtype) / 4, sharding)
+        values = rng.standard_normal(leaf.shape, np.float32).astype(leaf.dtype) / 4
+        # a copy: on CPU devices all replicas may otherwise share NumPy's memory, which no rollout may
+        return jnp.array(jax.device_put(values, sharding), copy=True)
 
     return nnx.merge(graph, jax.tree.map(fresh, state, nnx.get_named_sharding(state, on)))
 
