@@ -61,17 +61,20 @@ def formats_grid(format: formats.Format, shape: tuple[int, ...]) -> tuple[int, .
     return tuple(-(-n // (block or n)) for n, block in zip(shape, format.block, strict=True))
 
 
-@pytest.mark.parametrize("cuts", [1, 2, 3])
+@pytest.mark.parametrize("cuts", [1, 3])
 @pytest.mark.parametrize("format", FORMATS, ids=[f"{type(f).__name__}-{k}" for k, f in enumerate(FORMATS)])
 def test_matrices_are_quantized_bit_for_bit(format: formats.Format, cuts: int) -> None:
+    """Of one dtype, since a kernel for all would take long to compile."""
     seed = secrets.randbits(32)
     print("seed", seed)
     rng = np.random.default_rng(seed)
+    dtype = str(rng.choice(["bfloat16", "float32", "float16"]))
     for turned in (True, False):
         arrays = {}
-        for k, dtype in enumerate(["bfloat16", "float32", "float16"] * 2):
-            rows, columns = (int(n) for n in rng.integers(1, 1000, 2))
-            rows, columns = (-(-n // 128) * 128 for n in (rows, columns)) if k < 3 else (max(rows, 8), max(columns, 8))
+        for k in range(6):
+            rows, columns = (int(n) for n in rng.integers(8, 1000, 2))
+            if k < 4:
+                rows, columns = (-(-n // 128) * 128 for n in (rows, columns))
             arrays[f"w{k}"] = weights(rng, (rows, columns), dtype)
         params, plan = update_of(arrays, format, turned, cuts)
         for _ in range(3):
