@@ -45,6 +45,8 @@ def build(folder: Path) -> None:
     with warnings.catch_warnings():
         # of fields that sf.Plan inherits, whose types pdoc seeks in the subclass' module
         warnings.filterwarnings("ignore", "Error parsing type annotation", UserWarning)
+        # of worlds of MPI, where mpi4jax is not built; the annotation is shown as it is written
+        warnings.filterwarnings("ignore", "Failed to run TYPE_CHECKING code", UserWarning)
         pdoc.pdoc(*MODULES, output_directory=folder)
 
 
