@@ -5,7 +5,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,8 @@ import pytest
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from shardfly_jax.worlds.world import World
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -99,3 +101,25 @@ def rng() -> "np.random.Generator":
     seed = int(os.environ.get("SHARDFLY_SEED") or secrets.randbits(32))
     print(f"repeat with SHARDFLY_SEED={seed}")
     return np.random.default_rng(seed)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cuts even tiny tensors into several chunks and bands."""
+    from shardfly_jax.executors import host
+    from shardfly_jax.sharding import routing
+
+    monkeypatch.setattr(host, "CHUNK_NBYTES", 200)
+    monkeypatch.setattr(routing, "BAND_NBYTES", 400)
+    monkeypatch.setattr(routing, "SMALLEST_BAND_NBYTES", 100)
+
+
+@pytest.fixture
+def rendezvous() -> "Iterator[World]":
+    """A world in this process that others may enter."""
+    from small_world import TOKEN
+
+    import shardfly_jax as sf
+
+    with sf.connect("tcp://127.0.0.1:0", TOKEN, serve=True, deadline_secs=5, lost_secs=5) as world:
+        yield world

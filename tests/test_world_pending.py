@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +13,12 @@ import pytest
 
 pytest.importorskip("zmq", reason="needs pyzmq (the zmq extra)")
 
-from small_world import TOKEN, params_of, served
+from small_world import params_of, served
 from threaded_world import PATIENCE_SECS, Process, Processes, behind, check_update, errors, eventually, together
 
 import shardfly_jax as sf
-from shardfly_jax.executors import host
-from shardfly_jax.sharding import routing
 
-
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "CHUNK_NBYTES", 200)
-    monkeypatch.setattr(routing, "BAND_NBYTES", 400)
-    monkeypatch.setattr(routing, "SMALLEST_BAND_NBYTES", 100)
-
-
-@pytest.fixture
-def rendezvous() -> Iterator[Any]:
-    with sf.connect("tcp://127.0.0.1:0", TOKEN, serve=True, deadline_secs=5, lost_secs=5) as world:
-        yield world
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 def test_rollouts_go_on_with_the_old_weights_while_an_update_waits_for_them(rendezvous: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,21 +23,8 @@ from threaded_world import (
 )
 
 import shardfly_jax as sf
-from shardfly_jax.executors import host
-from shardfly_jax.sharding import routing
 
-
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "CHUNK_NBYTES", 200)
-    monkeypatch.setattr(routing, "BAND_NBYTES", 400)
-    monkeypatch.setattr(routing, "SMALLEST_BAND_NBYTES", 100)
-
-
-@pytest.fixture
-def rendezvous() -> Iterator[Any]:
-    with sf.connect("tcp://127.0.0.1:0", TOKEN, serve=True, deadline_secs=5, lost_secs=5) as world:
-        yield world
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 def test_a_replica_joins_while_another_serves(rendezvous: Any) -> None:

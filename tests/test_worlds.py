@@ -9,7 +9,6 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +25,11 @@ from small_world import TOKEN, holds, make_plan, params_of, served
 from threaded_world import Process, Processes, errors, together
 
 import shardfly_jax as sf
-from shardfly_jax.executors import host
-from shardfly_jax.sharding import routing
 from shardfly_jax.transports.choice import PROBES, choose
 from shardfly_jax.worlds import connecting
 from shardfly_jax.worlds.wire import Seal
 
-
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "CHUNK_NBYTES", 200)
-    monkeypatch.setattr(routing, "BAND_NBYTES", 400)
-    monkeypatch.setattr(routing, "SMALLEST_BAND_NBYTES", 100)
-
-
-@pytest.fixture
-def rendezvous() -> Iterator[Any]:
-    with sf.connect("tcp://127.0.0.1:0", TOKEN, serve=True, deadline_secs=5, lost_secs=5) as world:
-        yield world
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 # Bytes
