@@ -233,8 +233,9 @@ def _cut(box: Box, axes: Sequence[int], count: int, grains: Sequence[int]) -> li
     axis, (lo, hi) = axes[0], box[axes[0]]
     n, least = units(axis), grains[axis]
     parts = min(count, n)
-    # edges on multiples of a power of two keep runs aligned on the other side of a transpose
-    grain = next(g for g in (128, 64, 32, 16, 8, 4, 2, 1) if g == 1 or n // parts >= 16 * g)
+    # edges on multiples of a power of two keep runs aligned on the other side of a transpose; 16 bytes are worth uneven
+    # bands, because less is moved an element at a time
+    grain = next(g for g in (128, 64, 32, 16, 8, 4, 2, 1) if g == 1 or n // parts >= (16 if g > 8 else 2) * g)
     edges = [lo + k * n // parts // grain * grain * least for k in range(parts)] + [hi]
     cut = [(*box[:axis], edge, *box[axis + 1 :]) for edge in itertools.pairwise(edges)]
     if parts == count:

@@ -45,7 +45,7 @@ def test_the_figures_on_shardings_are_what_explain_prints(
         re.search(pattern, text, re.MULTILINE)
         for pattern in (
             r"^moves +([\d,]+),", r"^payload .*: (\S+ .B) from trainers", r"^between hosts +(\S+ .?B)",
-            r"^all +100.0% .*\((\S+)\)$", r"^predicted +(\S+ ms);", r"ratio (\S+);",
+            r"^all +100.0% .*\(([^)]+)\)$", r"^predicted +(\S+ ms);", r"ratio (\S+);",
         )
     ]  # fmt: skip
     assert figures.split(" | ") == [found[1] if found else "-" for found in printed]
