@@ -14,6 +14,7 @@ from shardfly_jax.sharding.formats import Amax, Conversion, Encode, ToScale, che
 from shardfly_jax.sharding.moves import Key
 from shardfly_jax.sharding.ops import Inbox
 from shardfly_jax.sharding.optable import OpTable, OpTables, Phase
+from shardfly_jax.sharding.quantization import Fp8Block
 
 Memory = dict[Key | Inbox, np.ndarray]
 QUANTIZING = (r.BLOCK_ROWS, r.BLOCK_TRANSPOSE, r.REDUCE_ELEMENTS, r.ENCODE_ELEMENTS)
@@ -147,3 +148,66 @@ def test_following_the_records_quantizes_as_the_mapping_means(
             assert memory[key].tobytes() == flat.tobytes()
 
     run()
+
+
+def dim(extent: int, read: int, write: int, side: int = 0, block: int = 1) -> q.SideDim:
+    return q.SideDim(extent, read, write, side, block)
+
+
+BF16 = Conversion("bfloat16", (Encode(Fp8Block()),), "float8_e4m3fn")
+CODES_AND_SCALES = q.WRITES_CODES | q.STORES_SCALES
+RECORDS = {
+    "blocks of 128 x 128, transposed": (
+        [dim(96, 256, 524288, 128), dim(128, 2, 4096, 0, 128), dim(32, 3145728, 128, 4), dim(128, 24576, 1, 0, 128)],
+        CODES_AND_SCALES,
+        (r.BLOCK_TRANSPOSE, [1, 1, 1, 12288, 4096], [128, 128], [128, 128]),
+    ),
+    "the same, of experts": (
+        [dim(8, 1 << 28, 1 << 27, 4096), dim(2, 256, 524288, 9), dim(128, 2, 4096, 0, 128), dim(128, 24576, 1, 0, 128)],
+        CODES_AND_SCALES,
+        (r.BLOCK_TRANSPOSE, [1, 1, 8, 256, 128], [128, 128], [128, 128]),
+    ),
+    "blocks of 1 x 32 that follow each other": (
+        [dim(4096, 64, 32, 1), dim(32, 2, 1, 0, 32)],
+        CODES_AND_SCALES,
+        (r.BLOCK_ROWS, [1, 1, 1, 1024, 128], [128, 128], [1, 32]),
+    ),
+    "rows of 512 that follow each other: each is four rows of a tile": (
+        [dim(64, 1024, 512, 4), dim(512, 2, 1, 0, 512)],
+        CODES_AND_SCALES,
+        (r.BLOCK_ROWS, [1, 1, 1, 256, 128], [128, 128], [4, 128]),
+    ),
+    "rows that no tile holds": ([dim(64, 2, 4096, 4), dim(4096, 128, 1, 0, 4096)], CODES_AND_SCALES, None),
+    "the same by way of slots": (
+        [dim(64, 2, 4096, 4), dim(4096, 128, 1, 0, 4096)],
+        q.READS_AMAX | q.WRITES_CODES,
+        (r.BLOCK_TRANSPOSE, [1, 1, 1, 64, 4096], [128, 128], [1, 4096]),
+    ),
+    "blocks of 24 x 48: as many as fit": (
+        [dim(4, 48, 24 * 192, 16), dim(24, 2, 192, 0, 24), dim(4, 9216, 48, 4), dim(48, 192, 1, 0, 48)],
+        CODES_AND_SCALES,
+        (r.BLOCK_TRANSPOSE, [1, 1, 1, 96, 192], [120, 96], [24, 48]),
+    ),
+    "rows of codes of odd length": ([dim(64, 2, 132, 4), dim(128, 128, 1, 0, 128)], CODES_AND_SCALES, None),
+    "blocks narrower than a strip": (
+        [dim(64, 2, 64, 64), dim(8, 8 * 128, 8, 4), dim(8, 128, 1, 0, 8)], CODES_AND_SCALES, None
+    ),
+    "every other element": ([dim(64, 4, 128, 4), dim(128, 256, 1, 0, 128)], CODES_AND_SCALES, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_blocks_become_tiles_where_alignment_and_size_allow(name: str) -> None:
+    dims, role, want = RECORDS[name]
+    record = q.block_record(q.SideRegion(tuple(dims), 0, 0, 0), BF16, role)
+    if want is None:
+        assert record is None
+        return
+    assert record is not None
+    found = (
+        record[r.KIND],
+        record[r.EXTENT : r.EXTENT + 5],
+        record[[r.TILE_3, r.TILE_4]],
+        record[[r.BLOCK_3, r.BLOCK_4]],
+    )
+    assert (int(found[0]), *(part.tolist() for part in found[1:])) == want
