@@ -34,8 +34,8 @@ demo: $(RUN_STAMP) ## three real updates of Qwen3-0.6B on 8 CPU devices, every b
 rl: $(TEST_STAMP) ## GRPO on CPU devices, rollouts synced after every step (ARGS="--mode async" chooses)
 	$(PY) -m shardfly_jax rl $(ARGS)
 
-test: $(TEST_STAMP) ## run the tests (ARGS="-k word" chooses)
-	$(PY) -m pytest $(ARGS)
+test: $(TEST_STAMP) ## run the tests, a process per core (ARGS="-k word" chooses)
+	$(PY) -m pytest -n auto --maxprocesses 8 --dist loadfile $(ARGS)
 
 check: $(TEST_STAMP) ## lint, format and types
 	$(PY) -m ruff check .
