@@ -29,7 +29,6 @@ from checks import (
 
 import shardfly_jax as sf
 from shardfly_jax import formats
-from shardfly_jax.sharding import optable
 from shardfly_jax.sharding.plan import Plan, load
 from shardfly_jax.sharding.planner import build_plan
 from shardfly_jax.sharding.problem import Problem, TargetTree
@@ -567,12 +566,6 @@ def test_rank_scopes_need_ranks_that_tile_the_tensor() -> None:
     boxes = sf.Layout((16, 8), E4M3, {0: [(0, 10), (0, 8)], 1: [(6, 16), (0, 8)]})
     with pytest.raises(sf.PlanError, match="does not tile"):
         planned({"w": sf.src("w").quantize(formats.vllm_fp8_tensor())}, {"w": cut((16, 8), "float32")}, {"w": boxes}, 2)
-
-
-def test_the_kernel_leaves_quantizing_plans_to_the_portable_executor() -> None:
-    plain = planned({"w": sf.src("w")}, {"w": cut((16, 8), "bfloat16")}, {"w": cut((16, 8), "bfloat16")})
-    assert optable.why_unsupported(plain) is None
-    assert "quantizes" in str(optable.why_unsupported(simple(SMALL, (16, 8), (4, 1))))
 
 
 def test_the_number_of_rows_follows_boxes_not_blocks() -> None:

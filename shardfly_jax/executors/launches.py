@@ -137,7 +137,7 @@ class Work:
         named = [key for key in (*(self.table.buffers if self.table else ()), *inboxes) if key not in operands]
         places = dict(operands) | {key: place for place, key in enumerate(dict.fromkeys(named), n_operands)}
         tails_at, tells_at, bases_at, size = transfer.launch_size(
-            self.flags, size_class(n_operands + len(named), LEAST_ADDRESSES if self.table else 1)
+            self.flags, size_class(n_operands + len(named), LEAST_ADDRESSES if self.table else LEAST_FLAGS)
         )
         numbers = np.zeros(size, np.uint32)
         numbers[transfer.N_TILES] = self.table.n_tiles if self.table else 0
