@@ -101,6 +101,11 @@ def _fuses_by_default(m: Model) -> bool:
 
 
 def _check(m: Model, tp: int, ep: int, runner: str, fused: bool) -> None:
+    if isinstance(ep, bool) or not isinstance(ep, int):
+        raise PlanError(
+            f"engine: expert_parallel of sglang is {ep!r}, but it is a number of groups of ranks (--ep-size). Give a "
+            f"divisor of tp={tp}; for whole experts on every rank, {tp}."
+        )
     faults = []
     if ep < 1 or tp % ep:
         faults.append(f"engine: expert_parallel of sglang is {ep}, but it must divide tp={tp}. Choose a divisor.")
