@@ -151,3 +151,34 @@ def test_a_route_between_models_of_other_sizes_is_refused() -> None:
     rollout = sf.engines.vllm.rollout(model, AbstractMesh((1,), ("tp",)))
     with pytest.raises(sf.PlanError, match=r"they differ in layers \(4 and 3\)"):
         sf.engines.route(trainer, rollout)
+
+
+def test_a_route_wants_one_trainer_and_one_rollout_in_this_order() -> None:
+    trainer = sf.engines.tunix.trainer(DENSE, AbstractMesh((1, 1), ("fsdp", "tp")))
+    rollout = sf.engines.vllm.rollout(DENSE, AbstractMesh((1,), ("tp",)))
+    for sides, words in (
+        ((rollout, trainer), "takes the trainer first. Swap them"),
+        ((rollout, rollout), "given 'rollout' and 'rollout', but it takes one trainer and one rollout"),
+        ((trainer, trainer), "given 'trainer' and 'trainer'"),
+        ((DENSE, rollout), "given 'Model' and 'rollout'"),
+        ((trainer, rollout.params), "given 'trainer' and 'dict'"),
+    ):
+        with pytest.raises(sf.PlanError, match=words):
+            sf.engines.route(*sides)
+
+
+def test_every_tensor_that_the_trainer_lacks_is_listed_with_what_to_do() -> None:
+    untied = dataclasses.replace(DENSE, tied=False)
+    trainer = sf.engines.tunix.trainer(DENSE, AbstractMesh((1, 1), ("fsdp", "tp")))
+    layers = "model.layers.{i}.mlp.gate_proj.weight"
+    less = sf.Mapping({name: expr for name, expr in trainer.mapping.items() if name != layers})
+    rollout = sf.engines.vllm.rollout(untied, AbstractMesh((1,), ("tp",)))
+    for model, ours in ((untied, "trainer of small"), (None, "trainer")):
+        with pytest.raises(sf.PlanError) as caught:
+            sf.engines.route(dataclasses.replace(trainer, mapping=less, model=model), rollout)
+        head, gate = caught.value.faults
+        assert f"'lm_head.weight' is read by the rollout of small, but the {ours} does not define it" in head
+        assert "small is not tied here" in head
+        assert "tied=True" in head
+        assert f"{layers!r} is read by the rollout of small" in gate
+        assert "tied" not in gate

@@ -50,15 +50,15 @@ def trainer(model: Model, params: Any, *, rules: Rules | None = None, layer_axis
         way; a leaf that is meant as two tensors; and a rule that renames nothing. All are listed.
     """
     found = _found(model, params, {} if rules is None else rules, layer_axis)
-    return Side(
-        params=params, mapping=Mapping({one.tensor.name: one.canonical(layer_axis) for one in found}), model=model
-    )
+    entries = {one.tensor.name: one.canonical(layer_axis) for one in found}
+    return Side(role="trainer", params=params, mapping=Mapping(entries), model=model)
 
 
 def rollout(model: Model, params: Any, *, rules: Rules | None = None, layer_axis: int = 0) -> Side:
     """The rollout side of a model: as `trainer`, written instead of read."""
     found = _found(model, params, {} if rules is None else rules, layer_axis)
-    return Side(params=params, mapping=Mapping({one.own: one.from_canonical(layer_axis) for one in found}), model=model)
+    entries = {one.own: one.from_canonical(layer_axis) for one in found}
+    return Side(role="rollout", params=params, mapping=Mapping(entries), model=model)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,7 @@ def rollout(model: Model, mesh: AnyMesh, *, dtype: Any = "bfloat16", specs: Spec
     entries: dict[str, Expr] = {}
     for t in tensors(model):
         entries[_pattern(t)] = src(t.name)["{e}"] if t.per_expert else src(t.name)
-    return Side(params=_leaves(model, mesh, dtype, specs), mapping=Mapping(entries), model=model)
+    return Side(role="rollout", params=_leaves(model, mesh, dtype, specs), mapping=Mapping(entries), model=model)
 
 
 def trainer(model: Model, mesh: AnyMesh, *, dtype: Any = "bfloat16", specs: Specs | None = None) -> Side:
@@ -51,7 +51,7 @@ def trainer(model: Model, mesh: AnyMesh, *, dtype: Any = "bfloat16", specs: Spec
         per_expert = _pattern(t)
         parts = [src(per_expert.replace("{e}", str(e))) for e in range(t.shape[0])] if t.per_expert else []
         entries[t.name] = stack(parts) if parts else src(t.name)
-    return Side(params=_leaves(model, mesh, dtype, specs), mapping=Mapping(entries), model=model)
+    return Side(role="trainer", params=_leaves(model, mesh, dtype, specs), mapping=Mapping(entries), model=model)
 
 
 def _pattern(t: Tensor) -> str:

@@ -8,6 +8,10 @@ reads dense models goes with it.
 Not read: what serves to load checkpoints (`partition_spec`, `mesh_axes`, a `vllm_param`'s `transform`), since shardings
 come with the params; and `replication_axis` and `replication_count`, which JAX-Toolbox itself fills in from the running
 engine: here the rollout's adapter repeats kv heads.
+
+A mapping may leave out what its engine ties: `examples/mappings/llama3_8b_param_mapping.json` there has no
+`lm_head.weight`, though Llama-3.1-8B is not tied. `route` refuses it for a rollout that has a head of its own: add an
+entry, as `examples/jax_toolbox_mapping.json` here has.
 """
 
 from __future__ import annotations
@@ -70,7 +74,7 @@ def trainer(
         faults.append("mapping: it has no entries under 'mappings'. Give a parameter mapping of JAX-Toolbox.")
     if faults:
         raise PlanError(faults)
-    return Side(params=params, mapping=Mapping(entries), model=model)
+    return Side(role="trainer", params=params, mapping=Mapping(entries), model=model)
 
 
 def _entry(entry: AbstractMapping[str, Any], shapes: AbstractMapping[str, Shape], layers: int) -> tuple[str, Expr]:

@@ -78,7 +78,7 @@ def trainer(
             _interleaved_experts(model, part)
         else:
             _experts(model, part)
-    return builder.side()
+    return builder.side("trainer")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

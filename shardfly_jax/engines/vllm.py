@@ -88,7 +88,7 @@ def rollout(
     builder = FusedBuilder(model, mesh, cuts, dtype, placement)
     _add_parameters(builder, moe_backend)
     if quantization is None:
-        return builder.side()
+        return builder.side("rollout")
     width_cuts = dp if "dp" in mesh.axis_names and not expert_parallel else 1
     return _quantized(builder, quantization, tp, width_cuts, expert_parallel)
 
@@ -122,7 +122,7 @@ def _quantized(builder: FusedBuilder, quantization: str, tp: int, dp: int, exper
     if faults := fp8.faults(model.name, format, sizes, tp):
         raise PlanError(faults)
     leaves, mapping = fp8.quantized(builder.leaves, Mapping(builder.entries), format, QUANTIZED, "_scale_inv")
-    return Side(params=nested(leaves), mapping=mapping, model=model)
+    return Side(role="rollout", params=nested(leaves), mapping=mapping, model=model)
 
 
 def _block_sizes(m: Model, tp: int, width_cuts: int) -> dict[str, int]:
