@@ -258,8 +258,15 @@ def test_exchanges_that_pad_experts_are_refused_where_they_do() -> None:
     E.vllm.rollout(E.model("DeepSeek-V3"), wide, **options)
 
 
-@pytest.mark.parametrize("placement", [{}, [], "round_robin"])
+@pytest.mark.parametrize(
+    "placement",
+    [
+        {}, [], "round_robin", 3, {1: "ab"}, {1: []}, [0.0, 1.0], [list(range(128))] * 48, [True] * 128,
+        np.tile(np.arange(128), (48, 1)), np.arange(128.0), np.array(0), {i: [[0]] for i in range(48)},
+    ],
+    ids=str,
+)  # fmt: skip
 def test_a_placement_that_names_no_experts_is_refused(placement: Any) -> None:
     model = sf.engines.model("Qwen3-30B-A3B")
-    with pytest.raises(sf.PlanError, match="the expert in each slot is needed"):
+    with pytest.raises(sf.PlanError, match="the number of the expert in each slot is needed"):
         sf.engines.vllm.rollout(model, AbstractMesh((2,), ("tp",)), expert_parallel=True, placement=placement)

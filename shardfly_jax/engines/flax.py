@@ -14,7 +14,7 @@ from collections.abc import Mapping as AbstractMapping
 from typing import Any
 
 from shardfly_jax.engines.canonical import Tensor, tensors
-from shardfly_jax.engines.models import Model
+from shardfly_jax.engines.models import Model, require_model
 from shardfly_jax.engines.side import Side
 from shardfly_jax.layout import leaf_names
 from shardfly_jax.sharding.errors import PlanError
@@ -129,6 +129,11 @@ class _Found:
 
 
 def _found(model: Model, params: Any, rules: Rules, layer_axis: int) -> list[_Found]:
+    require_model(model)
+    if not (
+        isinstance(rules, AbstractMapping) and all(isinstance(part, str) for rule in rules.items() for part in rule)
+    ):
+        raise PlanError(f"rules: they are {rules!r}, but a dict from names to names is needed. Give one.")
     names, leaves, _ = leaf_names(params)
     shapes = {name: tuple(leaf.shape) for name, leaf in zip(names, leaves, strict=True)}
     faults: list[str] = []

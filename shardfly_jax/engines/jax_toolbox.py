@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from shardfly_jax.engines.models import Model
+from shardfly_jax.engines.models import Model, require_model
 from shardfly_jax.engines.side import Side
 from shardfly_jax.layout import leaf_names
 from shardfly_jax.sharding.errors import PlanError
@@ -92,6 +92,8 @@ def trainer(
         mapping or only the tree has; and shapes that do not become the vLLM parameter's. All are listed.
       OSError: The file cannot be read.
     """
+    if model is not None:
+        require_model(model)
     held = mapping if isinstance(mapping, AbstractMapping) else _read(mapping)
     names, leaves, _ = leaf_names(params)
     shapes = {name: tuple(leaf.shape) for name, leaf in zip(names, leaves, strict=True)}

@@ -15,7 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfly_jax.engines.models import Model
 from shardfly_jax.sharding.composition import compose, undefined
-from shardfly_jax.sharding.errors import PlanError
+from shardfly_jax.sharding.errors import LanguageError, PlanError
+from shardfly_jax.sharding.formats import dtype_name, np_dtype
 from shardfly_jax.sharding.language import Expr
 from shardfly_jax.sharding.mapping import Mapping
 
@@ -116,16 +117,41 @@ class SideBuilder:
 
 
 def tensor(mesh: AnyMesh, dtype: Any, shape: tuple[int, ...], *spec: Any) -> jax.ShapeDtypeStruct:
-    """A leaf of a side's tree."""
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+    """A leaf of a side's tree.
+
+    Raises:
+      PlanError: No dtype, or a spec that does not fit the mesh or the shape.
+    """
+    try:
+        name = dtype_name(dtype)
+        return jax.ShapeDtypeStruct(shape, np_dtype(name), sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+    except LanguageError as error:
+        raise PlanError(str(error)) from error
+    except ValueError as error:
+        raise PlanError(
+            f"spec: {PartitionSpec(*spec)} does not fit shape {shape} on a mesh with the axes {list(mesh.axis_names)}: "
+            f"{error} Mend the spec."
+        ) from error
+
+
+def require_mesh(given: Any) -> None:
+    """Raises:
+    PlanError: Something else than a mesh.
+    """
+    if not isinstance(given, AnyMesh):
+        raise PlanError(
+            f"mesh: {given!r} is of type {type(given).__name__}, but a jax.sharding.Mesh or AbstractMesh is needed. "
+            "Give one."
+        )
 
 
 def axis_size(engine: str, mesh: AnyMesh, axis: str) -> int:
     """Length of a mesh axis.
 
     Raises:
-      PlanError: The mesh does not have it.
+      PlanError: The mesh does not have it, or is none.
     """
+    require_mesh(mesh)
     sizes = dict(mesh.shape)
     if axis not in sizes:
         raise PlanError(f"engine: the mesh of {engine} has the axes {list(sizes)}, but an axis {axis!r} is needed.")
