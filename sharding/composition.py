@@ -71,6 +71,12 @@ def compose(outer: AbstractMapping[str, Expr], inner: AbstractMapping[str, Expr]
     return Mapping(entries)
 
 
+def undefined(outer: AbstractMapping[str, Expr], inner: AbstractMapping[str, Expr]) -> list[str]:
+    """Names that `outer` reads and of which `inner` defines no layer, sorted; `compose` refuses each of them."""
+    parts = _Parts(inner)
+    return sorted({name for expr in outer.values() for name in sources(expr) if not parts.has(name)})
+
+
 class _Parts:
     """An inner mapping: its entries by name, and those that define some layers of a name."""
 
@@ -83,6 +89,15 @@ class _Parts:
             if (hole := _layer_hole(pattern)) is not None:
                 self._of_layers.setdefault(pattern.literals, []).append((hole, expr))
                 self._by_shape.setdefault(pattern.shape, []).append(pattern)
+
+    def has(self, name: str) -> bool:
+        """Whether the inner mapping defines a name, or some of its layers."""
+        if name in self._inner:
+            return True
+        pattern = name_pattern(name)
+        if pattern.is_literal:
+            return any(other.match(name) is not None for other in self._by_shape.get(name_shape(name), ()))
+        return _layer_hole(pattern) is not None and pattern.literals in self._of_layers
 
     def spans(self, expr: Expr) -> list[Span]:
         """Layers over which each source of an expression is one entry of the inner mapping."""

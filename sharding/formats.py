@@ -34,6 +34,8 @@ def dtype_name(dtype: Any) -> str:
       LanguageError: It is not a dtype of fixed size, or a complex or structured one.
     """
     try:
+        if dtype is None:
+            raise TypeError("NumPy takes None for float64")
         resolved = np.dtype(
             getattr(ml_dtypes, dtype) if isinstance(dtype, str) and hasattr(ml_dtypes, dtype) else dtype
         )

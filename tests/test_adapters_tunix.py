@@ -132,6 +132,37 @@ def test_a_round_that_fails_says_why_and_leaves_what_serves(
     np.testing.assert_array_equal(held(serving), want)
 
 
+@pytest.mark.parametrize("req_id", [None, "again", ""])
+def test_a_round_without_an_id_or_of_a_used_one_serves_its_own_weights(
+    contract: types.ModuleType, rng: np.random.Generator, req_id: str | None
+) -> None:
+    trainer = Trainer(rng)
+    handler, src, dst = made(contract, trainer)
+    for _ in range(3):
+        trainer.step()
+        result = handler.transfer(src, dst, req_id=req_id)
+        assert result.success
+        assert isinstance(result.req_id, str)
+        serving = handler.publish(result.req_id)
+        assert handler.publish(result.req_id) is serving
+        np.testing.assert_array_equal(held(serving), np.asarray(trainer.params["w"]).T)
+    failed = handler.transfer(src, [], req_id=req_id)
+    assert not failed.success
+    with pytest.raises(sf.NoUpdate, match="nothing is staged"):
+        handler.publish(failed.req_id)
+
+
+def test_no_round_is_called_none(contract: types.ModuleType, rng: np.random.Generator) -> None:
+    handler, src, dst = made(contract, Trainer(rng))
+    for ask in (handler.staged, handler.publish):
+        with pytest.raises(sf.NoUpdate, match="None is wanted, but nothing is staged"):
+            ask(None)
+    first, second = (handler.transfer(src, dst).req_id for _ in range(2))
+    assert first != second
+    with pytest.raises(sf.NoUpdate, match=rf"{first!r} is wanted, but what is staged is {second!r}"):
+        handler.publish(first)
+
+
 def test_a_rank_that_does_not_answer_leaves_the_outcome_unknown(
     contract: types.ModuleType, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from checks import check_meaning, fresh
 from hypothesis import given, strategies as st
 
 import shardfly_jax as sf
+from shardfly_jax.sharding.composition import undefined
 from shardfly_jax.sharding.evaluate import evaluate
 
 
@@ -73,6 +74,23 @@ def test_a_layer_may_be_read_by_its_number(rng: np.random.Generator) -> None:
 def test_parts_that_do_not_fit_are_refused(outer: str, inner: dict[str, sf.Expr], words: str) -> None:
     with pytest.raises(sf.LanguageError, match=words):
         sf.compose({"t.{i}" if "{" in outer else "t": sf.src(outer)}, inner)
+
+
+def test_undefined_lists_what_compose_refuses_and_nothing_else() -> None:
+    inner = {"a": sf.src("x"), "h.{2*i}.w": sf.src("x"), "g.{i:0:2}.w": sf.src("x")}
+    for name, missing in (
+        ("a", False), ("b", True), ("h.{i}.w", False), ("h.4.w", False), ("h.3.w", True), ("h.{i}.v", True),
+        ("g.1.w", False), ("g.2.w", True), ("h.{i}.{e}", True),
+    ):  # fmt: skip
+        outer = {"t.{i}.{e:0:2}" if "{e}" in name else "t.{i}": sf.src(name)}
+        assert undefined(outer, inner) == [name] * missing
+        if missing:
+            with pytest.raises(sf.LanguageError, match="does not define"):
+                sf.compose(outer, inner)
+        else:
+            sf.compose(outer, inner)
+    both = sf.concat([sf.src("z"), sf.src("a"), sf.src("b")])
+    assert undefined({"t": both, "u": sf.src("z")}, inner) == ["b", "z"]
 
 
 @st.composite

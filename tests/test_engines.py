@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 from random_problems import Case, check
 
 import shardfly_jax as sf
@@ -151,3 +151,90 @@ def test_a_route_between_models_of_other_sizes_is_refused() -> None:
     rollout = sf.engines.vllm.rollout(model, AbstractMesh((1,), ("tp",)))
     with pytest.raises(sf.PlanError, match=r"they differ in layers \(4 and 3\)"):
         sf.engines.route(trainer, rollout)
+
+
+def test_a_route_wants_one_trainer_and_one_rollout_in_this_order() -> None:
+    trainer = sf.engines.tunix.trainer(DENSE, AbstractMesh((1, 1), ("fsdp", "tp")))
+    rollout = sf.engines.vllm.rollout(DENSE, AbstractMesh((1,), ("tp",)))
+    for sides, words in (
+        ((rollout, trainer), "takes the trainer first. Swap them"),
+        ((rollout, rollout), "given 'rollout' and 'rollout', but it takes one trainer and one rollout"),
+        ((trainer, trainer), "given 'trainer' and 'trainer'"),
+        ((DENSE, rollout), "given 'Model' and 'rollout'"),
+        ((trainer, rollout.params), "given 'trainer' and 'dict'"),
+    ):
+        with pytest.raises(sf.PlanError, match=words):
+            sf.engines.route(*sides)
+
+
+def test_every_tensor_that_the_trainer_lacks_is_listed_with_what_to_do() -> None:
+    untied = dataclasses.replace(DENSE, tied=False)
+    trainer = sf.engines.tunix.trainer(DENSE, AbstractMesh((1, 1), ("fsdp", "tp")))
+    layers = "model.layers.{i}.mlp.gate_proj.weight"
+    less = sf.Mapping({name: expr for name, expr in trainer.mapping.items() if name != layers})
+    rollout = sf.engines.vllm.rollout(untied, AbstractMesh((1,), ("tp",)))
+    for model, ours in ((untied, "trainer of small"), (None, "trainer")):
+        with pytest.raises(sf.PlanError) as caught:
+            sf.engines.route(dataclasses.replace(trainer, mapping=less, model=model), rollout)
+        head, gate = caught.value.faults
+        assert f"'lm_head.weight' is read by the rollout of small, but the {ours} does not define it" in head
+        assert "small is not tied here" in head
+        assert "tied=True" in head
+        assert f"{layers!r} is read by the rollout of small" in gate
+        assert "tied" not in gate
+
+
+MESH = AbstractMesh((1, 1), ("fsdp", "tp"))
+FSDP = AbstractMesh((1,), ("fsdp",))
+FRONT_DOORS = {
+    "tunix": sf.engines.tunix.trainer,
+    "maxtext": sf.engines.maxtext.trainer,
+    "vllm": sf.engines.vllm.rollout,
+    "sglang": sf.engines.sglang.rollout,
+    "hf.trainer": sf.engines.hf.trainer,
+    "hf.rollout": sf.engines.hf.rollout,
+}
+OF_TREES = {
+    "flax.trainer": lambda model: sf.engines.flax.trainer(model, {}),
+    "flax.rollout": lambda model: sf.engines.flax.rollout(model, {}),
+    "jax_toolbox": lambda model: sf.engines.jax_toolbox.trainer({}, {}, model=model),
+}
+
+
+@pytest.mark.parametrize("engine", [*FRONT_DOORS, *OF_TREES])
+def test_a_models_name_instead_of_its_sizes_is_refused_with_what_to_write(engine: str) -> None:
+    def side(model: object) -> object:
+        return OF_TREES[engine](model) if engine in OF_TREES else FRONT_DOORS[engine](model, MESH)
+
+    with pytest.raises(sf.PlanError, match=r"Give sf.engines.model\('Qwen3-0.6B'\)"):
+        side("Qwen3-0.6B")
+    with pytest.raises(sf.PlanError, match="of type dict, but a Model is needed"):
+        side({"layers": 3})
+
+
+@pytest.mark.parametrize("engine", FRONT_DOORS)
+def test_what_is_no_dtype_is_refused(engine: str) -> None:
+    for dtype in ("bflot16", None):
+        with pytest.raises(sf.PlanError, match=f"dtype: {dtype!r} is not a dtype"):
+            FRONT_DOORS[engine](DENSE, FSDP if engine == "maxtext" else MESH, dtype=dtype)
+
+
+@pytest.mark.parametrize("engine", FRONT_DOORS)
+def test_what_is_no_mesh_is_refused(engine: str) -> None:
+    with pytest.raises(sf.PlanError, match="mesh: 8 is of type int"):
+        FRONT_DOORS[engine](DENSE, 8)
+
+
+def test_specs_that_do_not_fit_are_refused_with_both() -> None:
+    for spec, words in (
+        (P("x"), r"spec: P.*'x'.* does not fit shape \(64, 16\).*\['fsdp', 'tp'\]"),
+        (P(None, None, "tp"), "spec"),
+    ):
+        with pytest.raises(sf.PlanError, match=words):
+            sf.engines.hf.rollout(DENSE, MESH, specs={"*.q_proj.weight": spec})
+
+
+@pytest.mark.parametrize("rules", [[("model", "m")], {"model": 3}, "model"])
+def test_rules_that_are_no_names_are_refused(rules: object) -> None:
+    with pytest.raises(sf.PlanError, match="a dict from names to names is needed"):
+        sf.engines.flax.trainer(DENSE, {}, rules=rules)

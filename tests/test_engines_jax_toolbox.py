@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -153,8 +154,125 @@ def test_all_that_does_not_fit_is_listed() -> None:
         "to become [-1, 7]", "must stand in both names or in none", "stands twice",
     ):  # fmt: skip
         assert words in faults
-    with pytest.raises(sf.PlanError, match="no entries under 'mappings'"):
-        sf.engines.jax_toolbox.trainer({"num_layers": 2}, tree([2]))
     held = json.loads(EXAMPLE.read_text()) | {"num_layers": LLAMA.layers + 1}
     with pytest.raises(sf.PlanError, match=r"for all of 4 layers.*num_layers"):
         sf.engines.jax_toolbox.trainer(held, sf.engines.tunix.trainer(LLAMA, TRAINER).params)
+
+
+GOOD = one([4, 6], {"slice": [[0, 2]], "transpose": [1, 0], "reshape": [-1, 2]}, [6, 2])
+JAX, VLLM = ("mappings", 0, "jax_param"), ("mappings", 0, "vllm_param")
+TRANSFORM = (*JAX, "transform")
+GONE = object()
+
+
+def changed(*changes: tuple[tuple[Any, ...], Any]) -> Any:
+    """`GOOD` with other values at some places, or without them."""
+    held = copy.deepcopy(GOOD)
+    for (*parents, key), value in changes:
+        node = held
+        for parent in parents:
+            node = node[parent]
+        if value is GONE:
+            del node[key]
+        else:
+            node[key] = value
+    return held
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        (("mappings",), GONE, r"the file has no \['mappings'\]"),
+        (("mappings",), [], r"has \[\] as mappings, but a list of entries"),
+        (("mappings",), {"a": 1}, "as mappings, but a list of entries"),
+        (("mappings", 0), "a", r"mappings\[0\] is 'a', but an object with \['jax_param', 'vllm_param'\]"),
+        (("mappings", 0, "note"), "x", r"has \['note'\], but only \['jax_param', 'vllm_param'\]"),
+        (("modules",), 1, r"the file has \['modules'\], but only"),
+        (JAX, GONE, r"has no \['jax_param'\]"),
+        (VLLM, None, "vllm_param of .* is None, but an object"),
+        ((*JAX, "name"), GONE, r"jax_param of .* has no \['name'\]"),
+        ((*JAX, "name"), "layers.{i}.w", "only variable is {layer}"),
+        ((*VLLM, "name"), 3, "has 3 as name"),
+        ((*VLLM, "shape"), GONE, r"has no \['shape'\]"),
+        ((*VLLM, "shape"), "62", "has '62' as shape, but a list of sizes"),
+        (TRANSFORM, None, "transform of .* is None, but an object"),
+        ((*TRANSFORM, "slice"), [[0, 4, 2]], "without a step"),
+        ((*TRANSFORM, "slice"), ["...", "..."], "once"),
+        ((*TRANSFORM, "slice"), "0", "has '0' as slice"),
+        ((*TRANSFORM, "slice"), [0.0], "as slice"),
+        ((*TRANSFORM, "transpose"), ["a", "b"], "a list of axes"),
+        ((*TRANSFORM, "reshape"), "-1", "has '-1' as reshape"),
+        (("num_layers",), "2", "has '2' as num_layers, but a positive number"),
+        (("num_layers",), True, "has True as num_layers"),
+        (("num_layers",), GONE, r"^mapping: names have {layer}, but num_layers does not say how many.*Give it.$"),
+        (("num_layers",), 1, r"num_layers is 1, but the tree has 'layers.1.w' too"),
+        (("num_layers",), 3, "is not there in the tree for all of 3 layers|has shapes .* for all of 3 layers"),
+    ],
+)
+def test_what_the_schema_does_not_have_is_refused(place: tuple[Any, ...], value: Any, words: str) -> None:
+    sf.engines.jax_toolbox.trainer(GOOD, tree([4, 6]))
+    with pytest.raises(sf.PlanError, match=words):
+        sf.engines.jax_toolbox.trainer(changed((place, value)), tree([4, 6]))
+
+
+def test_faults_of_the_form_are_all_listed() -> None:
+    held = changed(
+        (("modules",), 1), (("num_layers",), "2"), ((*JAX, "name"), 1), ((*VLLM, "shape"), None),
+        ((*TRANSFORM, "slice"), [["x"]]), ((*TRANSFORM, "reshape"), 5), (("mappings", 0, "note"), 1),
+    )  # fmt: skip
+    held["mappings"].append([])
+    with pytest.raises(sf.PlanError) as caught:
+        sf.engines.jax_toolbox.trainer(held, tree([4, 6]))
+    assert len(caught.value.faults) == 8, caught.value
+
+
+def places(node: Any, here: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """All places in a JSON document."""
+    for key, below in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        yield (*here, key)
+        yield from places(below, (*here, key))
+
+
+JUNK = (
+    None,
+    True,
+    0,
+    -1,
+    10**12,
+    1.5,
+    "",
+    "x",
+    "...",
+    "{layer}",
+    [],
+    [None],
+    [0],
+    [[]],
+    ["..."],
+    [[0, 1, 2]],
+    {},
+    {"a": 1},
+)
+
+
+@pytest.mark.parametrize("place", list(places(GOOD)), ids=lambda place: ".".join(map(str, place)))
+@pytest.mark.parametrize("junk", JUNK, ids=repr)
+def test_junk_anywhere_is_a_plan_error_or_another_good_mapping(place: tuple[Any, ...], junk: Any) -> None:
+    try:
+        sf.engines.jax_toolbox.trainer(changed((place, junk)), tree([4, 6]))
+    except sf.PlanError as error:
+        assert error.faults  # noqa: PT017
+
+
+def test_what_is_no_file_of_json_is_refused(tmp_path: Path) -> None:
+    broken, array = tmp_path / "broken.json", tmp_path / "array.json"
+    broken.write_text('{"mappings": [')
+    array.write_text("[]")
+    for given_, words in (
+        (json.dumps(GOOD), "it is JSON itself"), (broken, "does not hold JSON"), (str(broken), "does not hold JSON"),
+        (array, r"the file is \[\], but an object"), ([], "of type list, but the path"), (None, "of type NoneType"),
+    ):  # fmt: skip
+        with pytest.raises(sf.PlanError, match=words):
+            sf.engines.jax_toolbox.trainer(given_, tree([4, 6]))
+    with pytest.raises(FileNotFoundError):
+        sf.engines.jax_toolbox.trainer(tmp_path / "none.json", tree([4, 6]))

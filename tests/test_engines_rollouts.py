@@ -229,6 +229,12 @@ def test_parameters_that_stay_in_float32_do() -> None:
         ("sglang", QWEN3_MOE, {"expert_parallel": 3}, "must divide tp=4"),
         ("sglang", QWEN3_MOE, {"expert_parallel": 2, "moe_runner_backend": "triton_kernel"}, "Choose triton"),
         ("sglang", LLAMA, {"expert_parallel": 2}, "has no experts"),
+        ("sglang", QWEN3_MOE, {"expert_parallel": True}, "is True, but it is a number.*whole experts on every rank, 4"),
+        ("sglang", QWEN3_MOE, {"expert_parallel": False}, "is False, but it is a number"),
+        ("sglang", QWEN3_MOE, {"expert_parallel": 2.0}, "is 2.0, but it is a number"),
+        ("vllm", QWEN3_MOE, {"expert_parallel": 2}, "is 2, but it is True or False"),
+        ("vllm", QWEN3_MOE, {"expert_parallel": 0}, "is 0, but it is True or False"),
+        ("vllm", LLAMA, {"expert_parallel": True}, "tiny-llama has no experts. Leave it out"),
         ("sglang", MOONLIGHT, {"fuse_shared_experts": True}, "32 beside 16"),
         ("vllm", LLAMA, {"placement": [0, 1]}, "has no experts"),
         ("vllm", QWEN3_MOE, {"placement": [0, 1, 2, 3, 4, 5, 6, 6]}, "have no slot"),
@@ -252,8 +258,15 @@ def test_exchanges_that_pad_experts_are_refused_where_they_do() -> None:
     E.vllm.rollout(E.model("DeepSeek-V3"), wide, **options)
 
 
-@pytest.mark.parametrize("placement", [{}, [], "round_robin"])
+@pytest.mark.parametrize(
+    "placement",
+    [
+        {}, [], "round_robin", 3, {1: "ab"}, {1: []}, [0.0, 1.0], [list(range(128))] * 48, [True] * 128,
+        np.tile(np.arange(128), (48, 1)), np.arange(128.0), np.array(0), {i: [[0]] for i in range(48)},
+    ],
+    ids=str,
+)  # fmt: skip
 def test_a_placement_that_names_no_experts_is_refused(placement: Any) -> None:
     model = sf.engines.model("Qwen3-30B-A3B")
-    with pytest.raises(sf.PlanError, match="the expert in each slot is needed"):
+    with pytest.raises(sf.PlanError, match="the number of the expert in each slot is needed"):
         sf.engines.vllm.rollout(model, AbstractMesh((2,), ("tp",)), expert_parallel=True, placement=placement)

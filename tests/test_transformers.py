@@ -80,7 +80,7 @@ def rollout(module: Any, m: Model, where: NamedSharding) -> Side:
             mapping[name] = sf.alias("model.embed_tokens.weight")
         else:
             mapping[name] = sf.src(name)
-    return Side(params=nested(leaves), mapping=sf.Mapping(mapping), model=m)
+    return Side(role="rollout", params=nested(leaves), mapping=sf.Mapping(mapping), model=m)
 
 
 def random_checkpoint(m: Model, dtype: str, rng: np.random.Generator) -> Arrays:

@@ -12,6 +12,7 @@ twice, as with any handler of that contract.
 from __future__ import annotations
 
 import importlib
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -49,8 +50,9 @@ class Handler:
         self._spare = 0
         self._lock = threading.Lock()
         self._units: dict[Any, Any] = {}
-        self._staged: tuple[str | None, Any] = (None, None)
-        self._published: tuple[str | None, Any] = (None, None)
+        self._unnamed = itertools.count(1)
+        self._staged: tuple[str, Any] | None = None
+        self._published: tuple[str, Any] | None = None
 
     def register_work_unit(self, metadata: Any) -> None:
         """Notes a `WorkUnitMetadata`; one of the same unit is replaced."""
@@ -68,7 +70,8 @@ class Handler:
 
         Args:
           src_units, dst_units: `WorkUnitId`s that were registered.
-          req_id: Of the round, for `staged` and `publish`.
+          req_id: Of the round, for `staged` and `publish`; a round of an id that was used before takes its place. None
+            for an id of the handler's own, another one each time: the result has it.
           generation: Of the round; rounds come one after the other, so that nothing depends on it.
 
         Returns:
@@ -79,19 +82,22 @@ class Handler:
         """
         result = self._contract.TransferResult
         with self._lock:
-            self._staged = (None, None)
+            req_id = f"unnamed-{next(self._unnamed)}" if req_id is None else req_id
+            self._staged = None
+            if self._published and self._published[0] == req_id:
+                self._published = None
             unknown = [unit for unit in (*src_units, *dst_units) if unit not in self._units]
             if unknown or not src_units or not dst_units:
                 what = f"units {unknown} were never registered" if unknown else "one side has no units"
-                return result(req_id=req_id or "", success=False, message=f"transfer: {what}. Register both sides.")
+                return result(req_id=req_id, success=False, message=f"transfer: {what}. Register both sides.")
             try:
                 staged = sync(self._params(), self._buffers[self._spare])
             except (SyncTimeout, RankLost, WorldLost) as error:
                 raise self._contract.TransferOutcomeUnknownError(str(error)) from error
             except ShardflyError as error:
-                return result(req_id=req_id or "", success=False, message=f"{type(error).__name__}: {error}")
-            self._staged = (req_id or "", staged)
-            return result(req_id=req_id or "", success=True)
+                return result(req_id=req_id, success=False, message=f"{type(error).__name__}: {error}")
+            self._staged = (req_id, staged)
+            return result(req_id=req_id, success=True)
 
     def staged(self, req_id: str) -> Any:
         """The rollout's tree of weights that a round has brought and that do not serve yet.
@@ -100,7 +106,7 @@ class Handler:
           NoUpdate: The last transfer that succeeded is another round's, or was published.
         """
         with self._lock:
-            return self._of_round(self._staged, req_id)
+            return self._of_round(req_id)
 
     def publish(self, req_id: str) -> Any:
         """Makes a round's weights the ones that serve, and the buffers that served until now the spare ones.
@@ -114,22 +120,24 @@ class Handler:
           NoUpdate: The last transfer that succeeded is another round's.
         """
         with self._lock:
-            if self._published[0] != req_id:
-                self._published = (req_id, self._of_round(self._staged, req_id))
-                self._staged = (None, None)
-                self._spare = 1 - self._spare
+            if self._published and self._published[0] == req_id:
+                return self._published[1]
+            self._published = (req_id, self._of_round(req_id))
+            self._staged = None
+            self._spare = 1 - self._spare
             return self._published[1]
 
     def close(self) -> None:
         """Forgets the units and the spare weights; published arrays stay valid as long as somebody holds them."""
         with self._lock:
             self._units.clear()
-            self._staged = (None, None)
+            self._staged = None
 
-    def _of_round(self, held: tuple[str | None, Any], req_id: str) -> Any:
-        if held[0] != req_id:
-            raise NoUpdate(f"round: {req_id!r} is wanted, but what is staged is {held[0]!r}. Transfer it first.")
-        return held[1]
+    def _of_round(self, req_id: str) -> Any:
+        if self._staged is None or self._staged[0] != req_id:
+            held = "nothing is staged" if self._staged is None else f"what is staged is {self._staged[0]!r}"
+            raise NoUpdate(f"round: {req_id!r} is wanted, but {held}. Transfer it first, and give its result's req_id.")
+        return self._staged[1]
 
 
 def _contract() -> ModuleType:

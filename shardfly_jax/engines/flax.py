@@ -14,7 +14,7 @@ from collections.abc import Mapping as AbstractMapping
 from typing import Any
 
 from shardfly_jax.engines.canonical import Tensor, tensors
-from shardfly_jax.engines.models import Model
+from shardfly_jax.engines.models import Model, require_model
 from shardfly_jax.engines.side import Side
 from shardfly_jax.layout import leaf_names
 from shardfly_jax.sharding.errors import PlanError
@@ -50,15 +50,15 @@ def trainer(model: Model, params: Any, *, rules: Rules | None = None, layer_axis
         way; a leaf that is meant as two tensors; and a rule that renames nothing. All are listed.
     """
     found = _found(model, params, {} if rules is None else rules, layer_axis)
-    return Side(
-        params=params, mapping=Mapping({one.tensor.name: one.canonical(layer_axis) for one in found}), model=model
-    )
+    entries = {one.tensor.name: one.canonical(layer_axis) for one in found}
+    return Side(role="trainer", params=params, mapping=Mapping(entries), model=model)
 
 
 def rollout(model: Model, params: Any, *, rules: Rules | None = None, layer_axis: int = 0) -> Side:
     """The rollout side of a model: as `trainer`, written instead of read."""
     found = _found(model, params, {} if rules is None else rules, layer_axis)
-    return Side(params=params, mapping=Mapping({one.own: one.from_canonical(layer_axis) for one in found}), model=model)
+    entries = {one.own: one.from_canonical(layer_axis) for one in found}
+    return Side(role="rollout", params=params, mapping=Mapping(entries), model=model)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +129,11 @@ class _Found:
 
 
 def _found(model: Model, params: Any, rules: Rules, layer_axis: int) -> list[_Found]:
+    require_model(model)
+    if not (
+        isinstance(rules, AbstractMapping) and all(isinstance(part, str) for rule in rules.items() for part in rule)
+    ):
+        raise PlanError(f"rules: they are {rules!r}, but a dict from names to names is needed. Give one.")
     names, leaves, _ = leaf_names(params)
     shapes = {name: tuple(leaf.shape) for name, leaf in zip(names, leaves, strict=True)}
     faults: list[str] = []

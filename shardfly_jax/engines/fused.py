@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import reprlib
 from collections.abc import Callable, Iterator, Mapping as AbstractMapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from shardfly_jax.engines.canonical import LAYER
@@ -244,9 +246,25 @@ def _rows(placement: Placement) -> list[Sequence[int]]:
     return list(placement.values()) if isinstance(placement, AbstractMapping) else [placement]
 
 
+def _is_placement(placement: Any) -> bool:
+    """Whether it is a list or array of numbers, or lists by layer; none of them empty."""
+
+    def is_row(row: Any) -> bool:
+        row = row.tolist() if hasattr(row, "tolist") else row
+        if not isinstance(row, Sequence) or not row:
+            return False
+        return all(isinstance(expert, Integral) and not isinstance(expert, bool) for expert in row)
+
+    rows = _rows(placement)
+    return len(rows) > 0 and all(is_row(row) for row in rows)
+
+
 def _faults(m: Model, cuts: Cuts, ways: Callable[[tuple[str, ...]], int], placement: Placement | None) -> Iterator[str]:
-    if isinstance(placement, str) or (placement is not None and not len(placement)):
-        yield f"placement: it is {placement!r}, but the expert in each slot is needed. Give a list, or a dict of lists."
+    if placement is not None and not _is_placement(placement):
+        yield (
+            f"placement: it is {reprlib.repr(placement)}, but the number of the expert in each slot is needed. Give a "
+            "list of int, or a dict of them by layer."
+        )
         return
     tp = ways(cuts.tp)
     parts = [("attention heads", m.heads, tp, "tp"), ("padded vocabulary", padded_vocab(m), tp, "tp")]

@@ -14,8 +14,8 @@ import jax
 from jax.sharding import PartitionSpec
 
 from shardfly_jax.engines.canonical import Tensor, tensors
-from shardfly_jax.engines.models import Model
-from shardfly_jax.engines.side import AnyMesh, Side, tensor
+from shardfly_jax.engines.models import Model, require_model
+from shardfly_jax.engines.side import AnyMesh, Side, require_mesh, tensor
 from shardfly_jax.sharding.errors import PlanError
 from shardfly_jax.sharding.language import Expr, src, stack
 from shardfly_jax.sharding.mapping import Mapping, matches
@@ -36,22 +36,24 @@ def rollout(model: Model, mesh: AnyMesh, *, dtype: Any = "bfloat16", specs: Spec
         the first that matches counts, and whole where none does.
 
     Raises:
-      PlanError: A spec that matches no tensor.
+      PlanError: A spec that matches no tensor, or does not fit the mesh or one that it matches.
     """
+    require_model(model)
     entries: dict[str, Expr] = {}
     for t in tensors(model):
         entries[_pattern(t)] = src(t.name)["{e}"] if t.per_expert else src(t.name)
-    return Side(params=_leaves(model, mesh, dtype, specs), mapping=Mapping(entries), model=model)
+    return Side(role="rollout", params=_leaves(model, mesh, dtype, specs), mapping=Mapping(entries), model=model)
 
 
 def trainer(model: Model, mesh: AnyMesh, *, dtype: Any = "bfloat16", specs: Specs | None = None) -> Side:
     """The trainer side of a model: as `rollout`, read instead of written."""
+    require_model(model)
     entries: dict[str, Expr] = {}
     for t in tensors(model):
         per_expert = _pattern(t)
         parts = [src(per_expert.replace("{e}", str(e))) for e in range(t.shape[0])] if t.per_expert else []
         entries[t.name] = stack(parts) if parts else src(t.name)
-    return Side(params=_leaves(model, mesh, dtype, specs), mapping=Mapping(entries), model=model)
+    return Side(role="trainer", params=_leaves(model, mesh, dtype, specs), mapping=Mapping(entries), model=model)
 
 
 def _pattern(t: Tensor) -> str:
@@ -60,6 +62,7 @@ def _pattern(t: Tensor) -> str:
 
 
 def _leaves(model: Model, mesh: AnyMesh, dtype: Any, specs: Specs | None) -> dict[str, jax.ShapeDtypeStruct]:
+    require_mesh(mesh)
     specs = {} if specs is None else specs
     used: set[str] = set()
     out: dict[str, jax.ShapeDtypeStruct] = {}

@@ -8,6 +8,10 @@ reads dense models goes with it.
 Not read: what serves to load checkpoints (`partition_spec`, `mesh_axes`, a `vllm_param`'s `transform`), since shardings
 come with the params; and `replication_axis` and `replication_count`, which JAX-Toolbox itself fills in from the running
 engine: here the rollout's adapter repeats kv heads.
+
+A mapping may leave out what its engine ties: `examples/mappings/llama3_8b_param_mapping.json` there has no
+`lm_head.weight`, though Llama-3.1-8B is not tied. `route` refuses it for a rollout that has a head of its own: add an
+entry, as `examples/jax_toolbox_mapping.json` here has.
 """
 
 from __future__ import annotations
@@ -16,13 +20,14 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Mapping as AbstractMapping, Sequence
+import reprlib
+from collections.abc import Callable, Iterator, Mapping as AbstractMapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from shardfly_jax.engines.models import Model
+from shardfly_jax.engines.models import Model, require_model
 from shardfly_jax.engines.side import Side
 from shardfly_jax.layout import leaf_names
 from shardfly_jax.sharding.errors import PlanError
@@ -32,9 +37,44 @@ from shardfly_jax.sharding.mapping import Mapping
 Shape = tuple[int, ...]
 
 LAYER = "{layer}"
+TOP_KEYS = ("num_layers", "mappings", "mesh_axes")
+ENTRY_KEYS = ("jax_param", "vllm_param")
 JAX_KEYS = ("name", "transform", "partition_spec")
 VLLM_KEYS = ("name", "shape", "transform")
 TRANSFORM_KEYS = ("slice", "transpose", "reshape", "replication_axis", "replication_count")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_ints(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(_is_int(n) for n in value)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and value != "" and not set("{}") & set(value.replace(LAYER, ""))
+
+
+def _is_slice(value: Any) -> bool:
+    def is_item(item: Any) -> bool:
+        if isinstance(item, list | tuple):
+            return len(item) <= 2 and all(end is None or _is_int(end) for end in item)
+        return item == "..." or _is_int(item)
+
+    return isinstance(value, list | tuple) and all(is_item(item) for item in value) and value.count("...") <= 1
+
+
+FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "num_layers": (lambda value: _is_int(value) and value > 0, "a positive number"),
+    "mappings": (lambda value: isinstance(value, list | tuple) and len(value) > 0, "a list of entries"),
+    "name": (_is_name, f"a name whose only variable is {LAYER}"),
+    "shape": (lambda value: _is_ints(value) and all(n > 0 for n in value), "a list of sizes"),
+    "slice": (_is_slice, "a list of numbers, [start, stop] without a step, and '...' once"),
+    "transpose": (_is_ints, "a list of axes"),
+    "reshape": (_is_ints, "a list of sizes"),
+}
+"""What fields hold, by key; others are not read, or objects with keys of their own."""
 
 
 def trainer(
@@ -48,53 +88,108 @@ def trainer(
       model: Where known: `route` then refuses a rollout of other sizes.
 
     Raises:
-      PlanError: Entries that the schema does not have, names that the tree does not have, and shapes that do not become
-        the vLLM parameter's. All are listed.
-      OSError, json.JSONDecodeError: The file cannot be read.
+      PlanError: What is no JSON; keys and values that the schema does not have; names, or layers of them, that only the
+        mapping or only the tree has; and shapes that do not become the vLLM parameter's. All are listed.
+      OSError: The file cannot be read.
     """
-    held = mapping if isinstance(mapping, AbstractMapping) else json.loads(Path(mapping).read_text(encoding="utf-8"))
+    if model is not None:
+        require_model(model)
+    held = mapping if isinstance(mapping, AbstractMapping) else _read(mapping)
     names, leaves, _ = leaf_names(params)
     shapes = {name: tuple(leaf.shape) for name, leaf in zip(names, leaves, strict=True)}
     entries: dict[str, Expr] = {}
-    faults: list[str] = []
-    for entry in held.get("mappings", ()):
+    faults = list(_malformed("the file", held, TOP_KEYS, ("mappings",)))
+    if faults and not (isinstance(held, AbstractMapping) and isinstance(held.get("mappings"), list | tuple)):
+        raise PlanError(faults)
+    layers = held.get("num_layers")
+    for k, entry in enumerate(held["mappings"]):
+        if wrong := list(_malformed_entry(k, entry)):
+            faults += wrong
+            continue
         try:
-            name, expr = _entry(entry, shapes, held.get("num_layers", 0))
+            name, expr = _entry(entry, shapes, layers if FIELDS["num_layers"][0](layers) else None)
         except PlanError as error:
             faults += error.faults
             continue
         if name in entries:
             faults.append(f"doubly mapped: {name!r} stands twice in the mapping. Remove one of them.")
         entries[name] = expr
-    if not entries and not faults:
-        faults.append("mapping: it has no entries under 'mappings'. Give a parameter mapping of JAX-Toolbox.")
     if faults:
-        raise PlanError(faults)
-    return Side(params=params, mapping=Mapping(entries), model=model)
+        raise PlanError(list(dict.fromkeys(faults)))
+    return Side(role="trainer", params=params, mapping=Mapping(entries), model=model)
 
 
-def _entry(entry: AbstractMapping[str, Any], shapes: AbstractMapping[str, Shape], layers: int) -> tuple[str, Expr]:
-    """Hugging Face's name, and its expression over the trainer's tensors."""
+def _read(path: Any) -> Any:
+    if not isinstance(path, str | os.PathLike):
+        raise PlanError(
+            f"mapping: it is of type {type(path).__name__}, but the path of a JSON file, or the dict that it holds, is "
+            "needed. Give one of them."
+        )
+    if isinstance(path, str) and path.lstrip()[:1] in ("{", "["):
+        raise PlanError("mapping: it is JSON itself, but a path, or a dict, is needed. Give json.loads(...) of it.")
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError
+        raise PlanError(f"mapping: {os.fspath(path)!r} does not hold JSON: {error}. Mend the file.") from error
+
+
+def _malformed(where: str, given: Any, known: Sequence[str], needed: Sequence[str]) -> Iterator[str]:
+    """Faults of an object's own keys and values."""
+    if not isinstance(given, AbstractMapping):
+        keys = list(needed or known)
+        yield f"mapping: {where} is {reprlib.repr(given)}, but an object with {keys} is needed. Mend it."
+        return
+    if unknown := [key for key in given if key not in known]:
+        yield f"mapping: {where} has {unknown}, but only {list(known)} are known. Mend it."
+    if missing := [key for key in needed if key not in given]:
+        yield f"mapping: {where} has no {missing}, but needs it. Add it."
+    for key, value in given.items():
+        is_right, wanted = FIELDS.get(key, (None, "")) if key in known else (None, "")
+        if is_right is not None and not is_right(value):
+            yield f"mapping: {where} has {reprlib.repr(value)} as {key}, but {wanted} is needed. Mend it."
+
+
+def _malformed_entry(k: int, entry: Any) -> Iterator[str]:
+    """Faults of an entry's form, as far down as it has one."""
+    where = f"mappings[{k}]"
+    if isinstance(entry, AbstractMapping) and isinstance(entry.get("jax_param"), AbstractMapping):
+        where += f" ({entry['jax_param'].get('name')!r})"
+    yield from _malformed(where, entry, ENTRY_KEYS, ENTRY_KEYS)
+    if not isinstance(entry, AbstractMapping):
+        return
+    for part, known, needed in (("jax_param", JAX_KEYS, ("name",)), ("vllm_param", VLLM_KEYS, ("name", "shape"))):
+        if part in entry:
+            yield from _malformed(f"{part} of {where}", entry[part], known, needed)
+    jax_param = entry.get("jax_param")
+    if isinstance(jax_param, AbstractMapping) and "transform" in jax_param:
+        yield from _malformed(f"transform of {where}", jax_param["transform"], TRANSFORM_KEYS, ())
+
+
+def _entry(
+    entry: AbstractMapping[str, Any], shapes: AbstractMapping[str, Shape], layers: int | None
+) -> tuple[str, Expr]:
+    """Hugging Face's name, and its expression over the trainer's tensors. `entry` is well formed."""
     jax_param, vllm_param = entry["jax_param"], entry["vllm_param"]
     own, theirs = jax_param["name"], vllm_param["name"]
     transform = jax_param.get("transform", {})
-    for what, given, known in (
-        ("jax_param", jax_param, JAX_KEYS),
-        ("vllm_param", vllm_param, VLLM_KEYS),
-        ("transform", transform, TRANSFORM_KEYS),
-    ):
-        if unknown := [key for key in given if key not in known]:
-            raise PlanError(f"mapping: {what} of {own!r} has {unknown}, but only {list(known)} are known. Mend it.")
     if (LAYER in own) != (LAYER in theirs):
         raise PlanError(
             f"mapping: {own!r} becomes {theirs!r}, but {LAYER} must stand in both names or in none. Write an "
             "sf.Mapping for stacks of layers."
         )
-    found = {shapes.get(own.replace(LAYER, str(i))) for i in range(layers if LAYER in own else 1)}
+    if LAYER in own and layers is None:
+        raise PlanError(f"mapping: names have {LAYER}, but num_layers does not say how many layers there are. Give it.")
+    count = layers if layers is not None and LAYER in own else 1
+    if LAYER in own and own.replace(LAYER, str(count)) in shapes:
+        raise PlanError(
+            f"layers: num_layers is {count}, but the tree has {own.replace(LAYER, str(count))!r} too. Mend num_layers."
+        )
+    tried = range(min(count, len(shapes) + 1))  # more layers than leaves cannot be there
+    found = {shapes.get(own.replace(LAYER, str(i))) for i in tried}
     if len(found) != 1 or None in found:
         what = f"has shapes {sorted(shape for shape in found if shape)}" if found - {None} else "is not there"
         raise PlanError(
-            f"missing: {own!r} {what} in the tree for all of {layers} layers, but one shape is needed. Mend the name "
+            f"missing: {own!r} {what} in the tree for all of {count} layers, but one shape is needed. Mend the name "
             "or num_layers."
         )
     (shape,) = found
@@ -134,7 +229,7 @@ def _items(given: Sequence[Any], rank: int) -> tuple[int | slice, ...]:
     for item in given:
         if item == "...":
             items += [slice(None)] * (rank - len(given) + 1)
-        elif isinstance(item, list):
+        elif isinstance(item, list | tuple):
             items.append(slice(*(*item, None, None)[:2]))
         else:
             items.append(item)

@@ -16,7 +16,7 @@ import math
 from typing import Any
 
 from shardfly_jax.engines.models import Model, require_family
-from shardfly_jax.engines.side import AnyMesh, Side, SideBuilder
+from shardfly_jax.engines.side import AnyMesh, Side, SideBuilder, require_mesh
 from shardfly_jax.sharding.errors import PlanError
 from shardfly_jax.sharding.language import Expr, src, stack
 
@@ -66,6 +66,7 @@ def trainer(
       PlanError: A family without a mapping, or a mesh axis that MaxText does not have.
     """
     require_family(model, FAMILIES, "maxtext")
+    require_mesh(mesh)
     if unknown := [axis for axis in mesh.axis_names if axis not in AXES]:
         raise PlanError(f"engine: the mesh has the axes {unknown}, but MaxText's are {list(AXES)}. Rename them.")
     builder = SideBuilder(mesh, dtype, model)
@@ -78,7 +79,7 @@ def trainer(
             _interleaved_experts(model, part)
         else:
             _experts(model, part)
-    return builder.side()
+    return builder.side("trainer")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -141,10 +141,23 @@ def _file() -> dict[str, Any]:
     return json.loads(text)
 
 
+def require_model(given: Any) -> None:
+    """Raises:
+    PlanError: Something else than a `Model`, such as its name.
+    """
+    if not isinstance(given, Model):
+        name = repr(given) if isinstance(given, str) else "name"
+        raise PlanError(
+            f"model: {given!r} is of type {type(given).__name__}, but a Model is needed. Give "
+            f"sf.engines.model({name}), or your own sizes as sf.engines.Model(...)."
+        )
+
+
 def require_family(sizes: Model, families: tuple[str, ...], engine: str) -> None:
     """Raises:
-    PlanError: The adapter has no mapping for the model's family.
+    PlanError: No `Model`, or the adapter has no mapping for its family.
     """
+    require_model(sizes)
     if sizes.family not in families:
         raise PlanError(
             f"engine: {engine} has no mapping for {sizes.name!r} of family {sizes.family!r}, but only for "

@@ -76,11 +76,11 @@ def rollout(
         _absorbed(model, builder)
     builder.mlp()
     if model.experts is None:
-        return builder.side()
+        return builder.side("rollout")
     into_first = moe_runner_backend == "triton_kernel"
     if model.experts.interleaved:
         builder.interleaved_experts(("w13_weight_bias", "w2_weight_bias"), "float32", into_first)
-        return builder.side()
+        return builder.side("rollout")
     builder.router()
     if model.family == "glm4_moe":
         gate = src(LAYER + "mlp.gate.weight").astype(dtype)  # a copy of the parameter, with its rounding
@@ -90,7 +90,7 @@ def rollout(
     builder.experts(up_first=up_first, into_first=into_first, shared=fuse_shared_experts)
     if not fuse_shared_experts:
         builder.shared_expert()
-    return builder.side()
+    return builder.side("rollout")
 
 
 def _fuses_by_default(m: Model) -> bool:
@@ -101,6 +101,11 @@ def _fuses_by_default(m: Model) -> bool:
 
 
 def _check(m: Model, tp: int, ep: int, runner: str, fused: bool) -> None:
+    if isinstance(ep, bool) or not isinstance(ep, int):
+        raise PlanError(
+            f"engine: expert_parallel of sglang is {ep!r}, but it is a number of groups of ranks (--ep-size). Give a "
+            f"divisor of tp={tp}; for whole experts on every rank, {tp}."
+        )
     faults = []
     if ep < 1 or tp % ep:
         faults.append(f"engine: expert_parallel of sglang is {ep}, but it must divide tp={tp}. Choose a divisor.")

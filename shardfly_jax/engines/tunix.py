@@ -39,7 +39,7 @@ def trainer(model: Model, mesh: AnyMesh, *, dtype: Any = "bfloat16") -> Side:
         _mlp(model, builder, fsdp)
     else:
         _experts(model, builder)
-    return builder.side()
+    return builder.side("trainer")
 
 
 def _outside_layers(m: Model, b: SideBuilder, fsdp: tuple[str, ...]) -> None:

@@ -56,7 +56,8 @@ def rollout(
       mesh: With an axis `tp` (`--tensor-parallel-size`) and perhaps `dp` (`--data-parallel-size`), over which experts
         are shared out too; every other axis makes replicas.
       dtype: Of all parameters but those that vLLM keeps in float32.
-      expert_parallel: Whole experts per rank (`--enable-expert-parallel`) instead of a cut of each.
+      expert_parallel: Whole experts per rank (`--enable-expert-parallel`) instead of a cut of each. vLLM refuses to
+        start with it for a model without experts (`ModelConfig._verify_with_expert_parallelism`).
       moe_backend: What vLLM runs with (`--moe-backend`; its own default, `auto`, depends on the GPU). `triton` or
         `flashinfer_cutlass`.
       all2all_backend: What vLLM runs with (`--all2all-backend`), here its default. Some keep the shared expert of
@@ -69,11 +70,12 @@ def rollout(
         for Blackwell.
 
     Raises:
-      PlanError: A family without a mapping, sizes that the mesh or blocks do not divide (all are listed), or a backend
-        that pads experts or rearranges them after loading.
+      PlanError: A family without a mapping, sizes that the mesh or blocks do not divide (all are listed), options that
+        vLLM does not take, or a backend that pads experts or rearranges them after loading.
     """
     require_family(model, FAMILIES, "vllm")
     tp, dp = axis_size("vllm", mesh, "tp"), dict(mesh.shape).get("dp", 1)
+    _check_expert_parallel(model, expert_parallel)
     exchanges = expert_parallel and dp > 1
     _check_backends(model, moe_backend, all2all_backend, exchanges)
     ranks = ("dp", "tp") if "dp" in mesh.axis_names else ("tp",)
@@ -86,7 +88,7 @@ def rollout(
     builder = FusedBuilder(model, mesh, cuts, dtype, placement)
     _add_parameters(builder, moe_backend)
     if quantization is None:
-        return builder.side()
+        return builder.side("rollout")
     width_cuts = dp if "dp" in mesh.axis_names and not expert_parallel else 1
     return _quantized(builder, quantization, tp, width_cuts, expert_parallel)
 
@@ -120,7 +122,7 @@ def _quantized(builder: FusedBuilder, quantization: str, tp: int, dp: int, exper
     if faults := fp8.faults(model.name, format, sizes, tp):
         raise PlanError(faults)
     leaves, mapping = fp8.quantized(builder.leaves, Mapping(builder.entries), format, QUANTIZED, "_scale_inv")
-    return Side(params=nested(leaves), mapping=mapping, model=model)
+    return Side(role="rollout", params=nested(leaves), mapping=mapping, model=model)
 
 
 def _block_sizes(m: Model, tp: int, width_cuts: int) -> dict[str, int]:
@@ -129,6 +131,16 @@ def _block_sizes(m: Model, tp: int, width_cuts: int) -> dict[str, int]:
     if m.experts is None:
         return sizes | {"MLP width": m.width // tp}
     return sizes | {"expert width": m.experts.width // width_cuts}
+
+
+def _check_expert_parallel(model: Model, given: bool) -> None:
+    if not isinstance(given, bool):
+        raise PlanError(
+            f"engine: expert_parallel of vllm is {given!r}, but it is True or False: with True all ranks of dp and tp "
+            "share out whole experts (--enable-expert-parallel). Give one of them."
+        )
+    if given and model.experts is None:
+        raise PlanError(f"engine: expert_parallel of vllm is True, but {model.name} has no experts. Leave it out.")
 
 
 def _check_backends(model: Model, backend: str, all2all: str, exchanges: bool) -> None:
