@@ -57,7 +57,8 @@ class Step:
       clipped: Share of tokens whose ratio was clipped.
       entropy: Of the policy, nats per token.
       sample: One completion, for people.
-      sync_secs: Time that `sf.sync` took; async, it waits until the rollouts have drawn what is under way.
+      sync_secs: Time that `sf.sync` took; async, it waits until the rollouts have drawn what is under way. None where
+        nothing was synced.
     """
 
     number: int
@@ -67,7 +68,7 @@ class Step:
     clipped: float
     entropy: float
     sample: str
-    sync_secs: float
+    sync_secs: float | None
 
     @property
     def trainer_version(self) -> int:
@@ -117,10 +118,11 @@ class Loop:
             # Async: the rollouts draw the next batch with the weights they have, while the trainer trains on this one.
             ahead = self.draw(weights) if mode == "async" else None
             rewards, terms = jax.block_until_ready(self.train(batch.completions))
-            start = time.perf_counter()
+            sync_secs = None
             if mode != "frozen":
+                start = time.perf_counter()
                 weights = sf.sync(self.policy, self.plan)
-            sync_secs = time.perf_counter() - start
+                sync_secs = time.perf_counter() - start
             yield Step(
                 number=number, rollout_version=batch.version, reward=float(rewards.mean()),
                 drift=float(terms.drift), clipped=float(terms.clipped), entropy=float(terms.entropy),

@@ -133,7 +133,7 @@ def _add_rl(parser: argparse.ArgumentParser) -> None:
     modes = "; ".join(f"{mode}: {meaning}" for mode, meaning in MODES.items())
     helps = {
         "steps": (_count, "train steps"),
-        "prompts": (_count, "of a batch; even, for the two replicas"),
+        "prompts": (_count, "of a batch; prompts x completions are even, for the two replicas"),
         "completions": (_count, "answers to each prompt: GRPO's group"),
         "largest": (_whole(1, MAX_NUMBER), f"the numbers to add are 0 to this, at most {MAX_NUMBER}"),
         "learning_rate": (_rate, "Adam's"),
@@ -145,7 +145,7 @@ def _add_rl(parser: argparse.ArgumentParser) -> None:
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=kind, default=getattr(default, name), help=f"{text} (default: %(default)s)")
     parser.add_argument(
-        "--plot", type=Path, metavar="PATH.png", default=Path("out/grpo.png"),
+        "--plot", type=_png, metavar="PATH.png", default=Path("out/grpo.png"),
         help="the rewards are drawn there (default: %(default)s)",
     )  # fmt: skip
 
@@ -178,6 +178,13 @@ def _whole(low: int, high: int) -> Callable[[str], int]:
 
 
 _count = _whole(1, commands.MAX_RANKS)
+
+
+def _png(text: str) -> Path:
+    path = Path(text)
+    if path.suffix != ".png":
+        raise argparse.ArgumentTypeError(f"{text!r} does not end in .png, but a PNG is written")
+    return path
 
 
 def _rate(text: str) -> float:

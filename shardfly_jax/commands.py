@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jax.sharding import AbstractMesh
+from rich.text import Text
 
 from shardfly_jax import engines
 from shardfly_jax.engines import fp8, hf, maxtext, sglang, tunix, vllm
@@ -112,6 +113,12 @@ ROLLOUTS: dict[str, Engine] = {
     ),
     "hf": Engine(options={"replicas": 1}, ranks=("replicas",), families=hf.FAMILIES, build=_hf),
 }  # fmt: skip
+
+
+IN_PYTHON = """
+* In Python only, with your own shardings: sf.engines.hf.trainer. So are sf.engines.flax.trainer and .rollout,
+  which map your own modules to any of these models, and sf.engines.jax_toolbox.trainer, for the dense ones.
+"""
 
 
 def parse_engine(flag: str, text: str, known: Mapping[str, Engine]) -> tuple[str, dict[str, int]]:
@@ -254,14 +261,16 @@ def models() -> str:
     """All models of the file, and the engines that have a mapping for them."""
     file = importlib.resources.files("shardfly_jax.engines").joinpath("models.json")
     data = json.loads(file.read_text(encoding="utf-8"))
+    trainers = {name: engine.families for name, engine in TRAINERS.items()} | {"hf*": hf.FAMILIES}
+    rollouts = {name: engine.families for name, engine in ROLLOUTS.items()}
     out = table("model", "family", "trainers", "rollouts", "layers", "billion parameters", left=4)
     for name, entry in data.items():
         with_mapping = (
-            ", ".join(engine for engine, made in known.items() if entry["family"] in made.families) or "-"
-            for known in (TRAINERS, ROLLOUTS)
+            ", ".join(engine for engine, families in known.items() if entry["family"] in families) or "-"
+            for known in (trainers, rollouts)
         )
         out.add_row(name, entry["family"], *with_mapping, str(entry["num_layers"]), _parameters(entry))
-    return rendered("Models, and the engines that have a mapping for them", out)
+    return rendered("Models, and the engines that have a mapping for them", out, Text(IN_PYTHON))
 
 
 def _parameters(entry: Mapping[str, Any]) -> str:

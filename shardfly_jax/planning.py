@@ -128,10 +128,20 @@ class Plan(sharding.Plan):
     def _topology(self, topology: Topology | str) -> Topology:
         return preset(topology, hosts=-(-self.ranks // 8)) if isinstance(topology, str) else topology
 
-    def explain(self, topology: Topology | str = "h100") -> str:
-        """Who sends what to whom, bytes per link, staging, short runs and predicted time, as text."""
+    def explain(self, topology: Topology | str | None = None) -> str:
+        """Who sends what to whom, bytes per link, staging, short runs and predicted time, as text.
+
+        Args:
+          topology: What the time is predicted for, as in `simulate`. None stands for "h100", and for no prediction if
+            all devices are CPUs: how fast those are is not known.
+        """
         from shardfly_jax.report import explain
 
+        if topology is None:
+            devices = [d for tree in (self.source, *self.targets.values()) if tree is not None for d in tree.devices]
+            if devices and all(device is not None and device.platform == "cpu" for device in devices):
+                return explain(self, None)
+            topology = "h100"
         return explain(self, self._topology(topology))
 
     def plot(self) -> Figure:

@@ -13,7 +13,7 @@ from shardfly_jax.wording import bytes_text
 
 try:
     from matplotlib.axes import Axes
-    from matplotlib.colors import LogNorm, to_rgb
+    from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
@@ -28,10 +28,12 @@ LABELS = 16
 """Ranks that are named on an axis, at most."""
 SMALLEST_LABELLED = 0.2
 """Share of the heat map below which a side has no room for a label."""
-SLICES = 200
+SLICES = 100
 """Of the order line, in a timeline."""
-TIMELINE_DECADES = 3
-"""Bytes so many decades below the most are drawn palest."""
+TIMELINE_RANKS = 8
+"""Of each side, in a timeline, at most."""
+TIMELINE_HEIGHT = 0.45
+"""Of the most bytes in a slice, by any rank of a side; a row is 1 high."""
 
 
 class ShownFigure(Figure):
@@ -139,30 +141,43 @@ def _runs(plan: Plan, axes: Axes) -> None:
 
 
 def plot_timeline(plan: Plan, first: float = 0.0, last: float = 1.0) -> Figure:
-    """What each rank receives and sends along the plan's order: three lanes a rank, darker for more bytes.
+    """What each rank receives (up) and sends (down) along the plan's order, trainers and rollouts each on a scale.
 
-    The order says what comes before what; it is no clock.
+    Of many ranks only those of each side are shown that move most. The order says what comes before what; it is no
+    clock.
 
     Args:
       plan: The plan.
       first, last: The part of the order that is shown, as shares of it.
     """
-    kinds = {"in, from trainers": DIRECT, "in, from rollouts": FORWARDED, "out": SENT}
-    lanes = np.stack(flows_by_slice(plan, first, last), axis=1).reshape(-1, SLICES)
-    top = max(lanes.max(), 1.0)
-    shade = np.clip(1 + np.log10(np.maximum(lanes, 1e-30) / top) / TIMELINE_DECADES, 0, 1)[..., None] * 0.8
-    shade[lanes > 0] += 0.2  # the least of it is still seen
-    colours = np.tile(np.array([to_rgb(colour) for colour in kinds.values()]), (plan.ranks, 1))[:, None]
-    figure = ShownFigure(figsize=(11, 1.6 + 0.4 * plan.ranks), dpi=100, layout="constrained")
+    direct, forwarded, sent = flows_by_slice(plan, first, last)
+    received = direct + forwarded
+    busy = (received + sent).sum(axis=1)
+    edges = np.linspace(100 * first, 100 * last, SLICES + 1)
+    figure = ShownFigure(dpi=100, layout="constrained")
     axes = figure.subplots()
-    extent = (100 * first, 100 * last, plan.ranks - 0.5, -0.5)
-    axes.imshow(1 - shade * (1 - colours), extent=extent, aspect="auto", interpolation="nearest")
-    for rank in range(1, plan.ranks):
-        axes.axhline(rank - 0.5, color="black", linewidth=1.5 if rank == plan.source_ranks else 0.3)
-    names = [f"{'trainer' if rank < plan.source_ranks else 'rollout'} {rank}" for rank in range(plan.ranks)]
-    axes.set_yticks(range(plan.ranks), names)
-    axes.set(xlabel="place in the plan's order, %")
-    axes.set_title(f"What moves when, in the plan's order (darkest: {bytes_text(top)} in 1/{SLICES} of the picture)")
+    labels: list[str] = []
+    highest: list[str] = []
+    for side, ranks in (("trainer", range(plan.source_ranks)), ("rollout", range(plan.source_ranks, plan.ranks))):
+        shown = sorted(sorted(ranks, key=lambda rank: -busy[rank])[:TIMELINE_RANKS])
+        top = max(received[shown].max(), sent[shown].max(), 1.0)
+        highest.append(f"{bytes_text(top)} of a {side}")
+        axes.axhline(len(labels) - 0.5, color="black", linewidth=1.5)
+        for rank in shown:
+            row = len(labels)
+            axes.axhline(row, color="black", linewidth=0.3)
+            lanes = ((0, direct[rank], DIRECT), (direct[rank], received[rank], FORWARDED), (0, -sent[rank], SENT))
+            for low, high, colour in lanes:
+                ends = (row - TIMELINE_HEIGHT * x / top + np.zeros(SLICES) for x in (high, low))  # rows count downwards
+                axes.stairs(next(ends), edges, baseline=next(ends), fill=True, color=colour)
+            labels.append(f"{side} {rank}")
+        if len(ranks) > len(shown):
+            labels.append(f"and {len(ranks) - len(shown)} more {side}s")
+    figure.set_size_inches(11, 1.6 + 0.45 * len(labels))
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set(xlabel="place in the plan's order, %", xlim=(edges[0], edges[-1]), ylim=(len(labels) - 0.5, -0.5))
+    axes.set_title(f"What moves when, in the plan's order; highest in 1/{SLICES} of the picture: {', '.join(highest)}")
+    kinds = {"in, from trainers": DIRECT, "in, from rollouts": FORWARDED, "out": SENT}
     figure.legend([Patch(color=colour) for colour in kinds.values()], kinds, loc="outside lower center", ncols=3)
     return figure
 

@@ -20,7 +20,7 @@ from shardfly_jax.sharding.language import quantized
 from shardfly_jax.sharding.mapping import matches
 from shardfly_jax.sharding.plan import Plan
 from shardfly_jax.sharding.problem import Family
-from shardfly_jax.sharding.simulate import Simulation, simulate
+from shardfly_jax.sharding.simulate import simulate
 from shardfly_jax.sharding.topology import Topology
 from shardfly_jax.wording import COPY, bytes_text, in_words, ranks_text, secs_text, share_text, some, type_text
 
@@ -31,8 +31,12 @@ TOP_FAMILIES = 15
 TOP_LINKS = 10
 
 
-def explain(plan: Plan, topology: Topology) -> str:
+def explain(plan: Plan, topology: Topology | None) -> str:
     """Who sends what to whom, converted how, in runs of which length, and how long it would take.
+
+    Args:
+      plan: The plan.
+      topology: None for a plan whose devices are CPUs: no time is predicted.
 
     Returns:
       Lines of at most 110 characters, without colour codes.
@@ -40,11 +44,10 @@ def explain(plan: Plan, topology: Topology) -> str:
     Raises:
       PlanError: The topology has fewer places than the plan has ranks.
     """
-    predicted = simulate(plan, topology)
     traffic = plan.traffic()
     return rendered(
         _head(plan),
-        _summary(plan, traffic, predicted),
+        _summary(plan, traffic, topology),
         *_transport(plan),
         *_rescaled(plan),
         "Targets",
@@ -140,7 +143,7 @@ def _head(plan: Plan) -> str:
     )
 
 
-def _summary(plan: Plan, traffic: np.ndarray, predicted: Simulation) -> Table:
+def _summary(plan: Plan, traffic: np.ndarray, topology: Topology | None) -> Table:
     local = int(np.trace(traffic[plan.source_ranks :, plan.source_ranks :]))
     fills = (plan.moves.source_rank < 0) & ~np.isin(plan.moves.target_family, plan.staging_families)
     filled = int(plan.row_nbytes[fills].sum())
@@ -148,9 +151,6 @@ def _summary(plan: Plan, traffic: np.ndarray, predicted: Simulation) -> Table:
     forwarded = plan.nbytes - egress - plan.exchange_nbytes
     targets = [plan.families[k] for k in plan.target_families]
     sources = [plan.families[k] for k in plan.source_families]
-    topology = predicted.topology
-    host = topology.host_of(np.arange(plan.ranks))
-    crossing = int(traffic[host[:, None] != host[None, :]].sum())
     out = Table.grid(padding=(0, 2))
     out.add_column(no_wrap=True)
     out.add_column(overflow="fold")
@@ -189,16 +189,27 @@ def _summary(plan: Plan, traffic: np.ndarray, predicted: Simulation) -> Table:
         names = some(list(dict.fromkeys(of_ranks)), 4)
         out.add_row("rank scales", f"{names}: a scale over what a rank holds; it changes with the number of ranks")
     _add_leftovers(out, plan)
+    if topology is None:
+        out.add_row("predicted", 'no time: all devices are CPUs. plan.explain("h100") says what H100s would take')
+    else:
+        _add_prediction(out, plan, traffic, topology)
+    return out
+
+
+def _add_prediction(out: Table, plan: Plan, traffic: np.ndarray, topology: Topology) -> None:
+    predicted = simulate(plan, topology)
+    host = topology.host_of(np.arange(plan.ranks))
+    crossing = int(traffic[host[:, None] != host[None, :]].sum())
     nic = f", NIC {bytes_text(topology.nic_rate)}/s" if topology.nic_rate else ""
     out.add_row("topology", f"{topology.name}: NVLink {bytes_text(topology.nvlink_rate)}/s{nic} per GPU and direction")
     if topology.hosts > 1:
         out.add_row("between hosts", f"{bytes_text(crossing)}, {share_text(crossing, plan.nbytes)} of the payload")
-    out.add_row(
-        "predicted",
-        f"{secs_text(predicted.secs)}; bound {secs_text(predicted.bound_secs)}, ratio {predicted.ratio:.3f}; "
-        f"busiest link: {predicted.busiest}",
-    )
-    return out
+    secs, bound, launches = map(secs_text, (predicted.secs, predicted.bound_secs, predicted.launch_secs))
+    if predicted.bound_secs < predicted.launch_secs:  # so few bytes that a ratio would say nothing about the plan
+        line = f"{secs}, {launches} of it launches; bound {bound}"
+    else:
+        line = f"{secs}; bound {bound}, ratio {predicted.ratio:.3f}"
+    out.add_row("predicted", f"{line}; busiest link: {predicted.busiest}")
 
 
 def _add_leftovers(out: Table, plan: Plan) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import SupportsFloat
 
 from shardfly_jax.sharding.language import (
     Astype,
@@ -25,19 +24,10 @@ from shardfly_jax.sharding.language import (
     children,
     split_pattern,
 )
+from shardfly_jax.sharding.units import bytes_text as bytes_text
 
 COPY = "copy"
 """What `in_words` says of an expression that changes nothing."""
-
-
-def bytes_text(nbytes: SupportsFloat, short: bool = False) -> str:
-    """Three digits and a decimal unit, `298 MB`; short, `298M`."""
-    value, unit = float(nbytes), ""
-    for bigger in ("k", "M", "G", "T", "P"):
-        if abs(value) < 999.5:
-            break
-        value, unit = value / 1000, bigger
-    return f"{value:.3g}{unit}" if short else f"{value:.3g} {unit}B"
 
 
 def secs_text(secs: float) -> str:

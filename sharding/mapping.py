@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import re
 from collections.abc import Iterator, Mapping as AbstractMapping
@@ -170,7 +171,11 @@ def resolve_other(mapping: Mapping, node: Alias | ScaleOf, names: AbstractMappin
     first = min(names)
     member = name_pattern(node.name).format({FAMILY: first})
     found = mapping.candidates(member)
-    if len(found) != 1:
+    if not found:
+        near = difflib.get_close_matches(node.name, mapping, 1)
+        hint = f"; the nearest name is {near[0]!r}" if near else ""
+        raise LanguageError(f"{what} {member!r} is not in the mapping. Name a target that is{hint}")
+    if len(found) > 1:
         raise LanguageError(f"{what} {member!r} is mapped {len(found)} times, but it must be mapped once")
     text, values = found[0]
     literal = name_pattern(node.name).is_literal

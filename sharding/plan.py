@@ -24,6 +24,7 @@ from shardfly_jax.sharding.formats import Conversion, itemsize
 from shardfly_jax.sharding.lowering import BlockView
 from shardfly_jax.sharding.moves import Key, Move, MoveTable, move_size, target_key
 from shardfly_jax.sharding.problem import Family
+from shardfly_jax.sharding.units import bytes_text
 
 FILE_FORMAT = 2
 
@@ -223,7 +224,7 @@ class Plan:
     def __repr__(self) -> str:
         return (
             f"<{type(self).__name__} {self.digest[:12]}: {len(self.moves)} moves, {self.source_ranks} trainer ranks -> "
-            f"{self.target_ranks} rollout ranks, {self.nbytes / 1e9:.3g} GB payload>"
+            f"{self.target_ranks} rollout ranks, {bytes_text(self.nbytes)} payload>"
         )
 
     def move_nbytes(self, move: Move) -> int:
@@ -285,7 +286,9 @@ def load(path: str | Path | BinaryIO) -> Plan:
     ) as error:  # fmt: skip
         if isinstance(error, PlanFileError):
             raise
-        raise PlanFileError(f"plan file: {path} cannot be read as a plan: {error}. Make the plan again.") from error
+        # Of the others' words only the system's help: NumPy's advise to unpickle whatever it is.
+        reason = f": {error}" if isinstance(error, OSError) else ", or it is damaged"
+        raise PlanFileError(f"plan file: {path} is no plan file{reason}. Make the plan again.") from error
     if plan.digest != header.get("digest"):
         raise PlanFileError(
             f"plan file: {path} holds digest {str(header.get('digest'))[:12]}, but its contents give "

@@ -205,7 +205,7 @@ class Problem:
             try:
                 expr = resolve_other(mapping, expr, names)
             except LanguageError as error:
-                self._fault("alias", tree, next(iter(names.values())), str(error).rstrip("."))
+                self._fault("alias", tree, next(iter(names.values())), f"cannot be built: {str(error).rstrip('.')}")
                 return
         meant: dict[int, tuple[Layout, Expr]] = {}
         shifted: dict[int, tuple[Layout, Layout]] = {}  # by identity: many names share one layout

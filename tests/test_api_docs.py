@@ -62,3 +62,30 @@ def test_the_readmes_table_of_calls_is_in_the_reference(pages: Path) -> None:
     html = (pages / "shardfly_jax.html").read_text()
     assert len(calls) >= 12
     assert {call for call in calls if f'id="{call}"' not in html} == set()
+
+
+def test_every_page_can_be_reached_from_the_index_by_links(pages: Path) -> None:
+    waiting, seen = [pages / "index.html"], set[Path]()
+    while waiting:
+        page = waiting.pop()
+        seen.add(page)
+        found = re.findall(r'(?:href="|url=)([^"#:]+\.html)', page.read_text())
+        waiting += {(page.parent / link).resolve() for link in found} - seen - set(waiting)
+    assert seen == {page.resolve() for page in pages.rglob("*.html")}
+    assert len(seen) > len(PAGES)
+
+
+def test_modules_are_named_with_what_they_are_for(pages: Path) -> None:
+    html = (pages / "shardfly_jax" / "engines.html").read_text()
+    for name in ("tunix", "maxtext", "flax", "jax_toolbox", "hf", "vllm", "sglang", "canonical"):
+        words = importlib.import_module(f"shardfly_jax.engines.{name}").__doc__
+        assert words is not None
+        first = re.split(r"[.:\n`]", words)[0].strip()
+        assert first in html, name
+
+
+def test_the_reference_begins_with_the_main_calls(pages: Path) -> None:
+    html = (pages / "shardfly_jax.html").read_text()
+    places = [html.index(f'id="{call}"') for call in ("make_plan", "register", "sync", "params", "verify", "receiving")]
+    assert places == sorted(places)
+    assert places[0] == min(html.index(f'id="{name}"') for name in public(shardfly_jax))

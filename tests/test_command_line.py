@@ -109,11 +109,13 @@ def test_a_quantized_rollout_is_explained(capsys: pytest.CaptureFixture[str]) ->
 
 def test_models_lists_every_model_and_who_has_a_mapping(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models"]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[4:]]
+    text, in_python = capsys.readouterr().out.split("\n\n*")
+    assert {"sf.engines.hf.trainer.", "sf.engines.flax.trainer"} <= set(in_python.split())
+    rows = [line.split() for line in text.splitlines()[4:]]
     assert [row[0] for row in rows] == list(sf.engines.names())
-    assert ["Qwen3-8B", "qwen3", "tunix,", "maxtext", "vllm,", "sglang,", "hf", "36", "8.19"] in rows
-    assert ["Llama-3.1-405B", "llama3", "tunix,", "maxtext", "vllm,", "sglang,", "hf", "126", "405.85"] in rows
-    assert ["GLM-4.5", "glm4_moe", "-", "vllm,", "sglang,", "hf", "92", "358.34"] in rows
+    assert ["Qwen3-8B", "qwen3", "tunix,", "maxtext,", "hf*", "vllm,", "sglang,", "hf", "36", "8.19"] in rows
+    assert ["Llama-3.1-405B", "llama3", "tunix,", "maxtext,", "hf*", "vllm,", "sglang,", "hf", "126", "405.85"] in rows
+    assert ["GLM-4.5", "glm4_moe", "hf*", "vllm,", "sglang,", "hf", "92", "358.34"] in rows
 
 
 def change(index: int, value: str) -> list[str]:
@@ -148,6 +150,7 @@ def change(index: int, value: str) -> list[str]:
         (["explain", *ROUTE, "--plot", "plan.what"], "png"),
         (["demo", "--updates", "none"], "from 1 to 4096"),
         (["rl", "--mode", "fast"], "async"),
+        (["rl", "--plot", "rewards.txt"], "does not end in .png"),
         (["rl", "--largest", "10"], "from 1 to 9"),
         (["rl", "--seed", "-1"], "from 0 to"),
         (["rl", "--learning-rate", "0"], "positive"),

@@ -254,13 +254,17 @@ def test_a_fuse_whose_parts_the_ranks_do_not_divide_is_refused() -> None:
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
-        ({"a": W, "t": sf.alias("b")}, ["'t'", "'b'", "mapped 0 times"]),
+        (
+            {"a": W, "t": sf.alias("b")},
+            ["'t'", "'b'", "the alias' target 'b' is not in the mapping. Name a target that is."],
+        ),
+        ({"embed": W, "t": sf.alias("embd")}, ["'t'", "'embd'", "the nearest name is 'embed'."]),
         ({"a": W, "b": sf.alias("a"), "t": sf.alias("b")}, ["'t'", "'b'", "itself an alias"]),
         ({"a": W, "t": sf.alias("t")}, ["'t'", "itself an alias"]),
     ],
 )
 def test_an_alias_of_nothing_or_of_an_alias_is_refused(entries: dict[str, sf.Expr], words: list[str]) -> None:
     with pytest.raises(sf.PlanError) as caught:
-        planned(entries, {"w": (4, 6)}, {name: (4, 6) for name in ["a", "b", "t"] if name in entries})
+        planned(entries, {"w": (4, 6)}, {name: (4, 6) for name in ["a", "b", "embed", "t"] if name in entries})
     for word in words:
         assert any(word in fault for fault in caught.value.faults), f"{word!r} is not in: {caught.value}"

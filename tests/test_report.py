@@ -6,13 +6,15 @@ import re
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import shardfly_jax as sf
 from shardfly_jax import commands
 from shardfly_jax.contiguity import RUN_CLASSES, runs
-from shardfly_jax.plots import SLICES, flows_by_slice, plot_timeline
+from shardfly_jax.plots import SLICES, TIMELINE_HEIGHT, TIMELINE_RANKS, flows_by_slice, plot_timeline
 from shardfly_jax.report import sharing_sets
 from shardfly_jax.sharding.language import Expr
 from shardfly_jax.wording import bytes_text, in_words, ranks_text, secs_text
@@ -92,6 +94,30 @@ def test_prediction_and_busiest_link_are_those_of_the_simulation() -> None:
         f"{secs_text(result.secs)}; bound {secs_text(result.bound_secs)}, ratio {result.ratio:.3f}; "
         f"busiest link: {result.busiest}"
     )
+
+
+def test_no_time_is_predicted_for_cpu_devices_unless_asked_for() -> None:
+    over = NamedSharding(Mesh(np.array(jax.devices()[:2]), "x"), P("x"))
+    array = jax.ShapeDtypeStruct((8, 4), "float32", sharding=over)
+    plan = sf.make_plan({"w": array}, {"w": array})
+    line = " ".join(words_of(plan.explain(), "predicted"))
+    assert line == 'no time: all devices are CPUs. plan.explain("h100") says what H100s would take'
+    assert "NVLink" not in plan.explain()
+    assert "NVLink" in plan.explain("h100")
+
+
+def test_no_ratio_is_shown_where_launches_take_longer_than_the_bound() -> None:
+    result = tiny().simulate(H100)
+    assert result.bound_secs < result.launch_secs
+    line = " ".join(words_of(tiny().explain(H100), "predicted"))
+    secs, launches, bound = map(secs_text, (result.secs, result.launch_secs, result.bound_secs))
+    assert line.startswith(f"{secs}, {launches} of it launches; bound {bound}; busiest link")
+    assert "ratio" not in line
+
+
+def test_a_plan_is_shown_in_bytes_as_its_report_does() -> None:
+    assert repr(tiny()).endswith("2 trainer ranks -> 2 rollout ranks, 256 B payload>")
+    assert repr(qwen()).endswith(f", {bytes_text(qwen().nbytes)} payload>")
 
 
 def test_many_ranks_are_shown_as_the_fullest_links() -> None:
@@ -193,15 +219,29 @@ def test_the_timeline_shows_all_traffic_once_and_forwards_after_what_they_forwar
     np.testing.assert_allclose(sum(halves), np.stack((direct, forwarded, sent)).sum(axis=2))
 
 
-def test_the_timeline_has_three_lanes_a_rank_and_is_white_where_nothing_moves() -> None:
+def test_the_timeline_draws_what_each_rank_receives_and_sends_a_scale_for_each_side() -> None:
     plan = qwen()
-    figure = plot_timeline(plan)
-    (image,) = figure.axes[0].images
-    shown = np.asarray(image.get_array())
-    assert shown.shape == (3 * plan.ranks, SLICES, 3)
-    lanes = np.stack(flows_by_slice(plan, 0.0, 1.0), axis=1).reshape(-1, SLICES)
-    np.testing.assert_array_equal((shown == 1).all(axis=2), lanes == 0)
-    assert [tick.get_text() for tick in figure.axes[0].get_yticklabels()][3:5] == ["trainer 3", "rollout 4"]
+    axes = plot_timeline(plan).axes[0]
+    heights = np.array([patch.get_data().baseline - patch.get_data().values for patch in axes.patches])
+    flows = np.stack(flows_by_slice(plan, 0.0, 1.0), axis=1)  # [ranks, 3, SLICES]
+    assert heights.shape == (3 * plan.ranks, SLICES)
+    drawn = heights.reshape(plan.ranks, 3, SLICES) * np.array([1, 1, -1])[:, None]
+    for side in (slice(plan.source_ranks), slice(plan.source_ranks, None)):
+        top = max((flows[side, 0] + flows[side, 1]).max(), flows[side, 2].max())
+        np.testing.assert_allclose(drawn[side] / TIMELINE_HEIGHT, flows[side] / top, atol=1e-9)
+    assert [tick.get_text() for tick in axes.get_yticklabels()][3:5] == ["trainer 3", "rollout 4"]
+
+
+def test_the_timeline_of_many_ranks_shows_those_that_move_most() -> None:
+    plan = qwen("tunix:fsdp=8,tp=2", "vllm:tp=1,replicas=10")
+    labels = [tick.get_text() for tick in plot_timeline(plan).axes[0].get_yticklabels()]
+    assert (len(labels), labels[TIMELINE_RANKS], labels[-1]) == (18, "and 8 more trainers", "and 2 more rollouts")
+    traffic = plan.traffic()
+    np.fill_diagonal(traffic, 0)
+    moved = traffic.sum(axis=0) + traffic.sum(axis=1)
+    shown = [int(label.split()[1]) for label in labels if "more" not in label]
+    for side in (range(16), range(16, plan.ranks)):
+        assert min(moved[r] for r in side if r in shown) >= max(moved[r] for r in side if r not in shown)
 
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

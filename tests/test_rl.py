@@ -213,6 +213,7 @@ def test_the_loop_learns_if_and_only_if_it_syncs(mode: str) -> None:
     assert dict(loop.plan.version) == {"rollout/0": last, "rollout/1": last}
     start, end = (float(np.mean([s.reward for s in part])) for part in (steps[:10], steps[-10:]))
     assert start < 0.05
+    assert {s.sync_secs is None for s in steps} == {mode == "frozen"}
     if mode == "frozen":
         assert max(s.reward for s in steps) < 0.05
     else:
@@ -316,7 +317,8 @@ def test_curves_name_every_run_with_its_last_reward() -> None:
 
     (axes,) = plot_rewards({"a": steps(0.25), "b": steps(0.75)}).axes
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert labels == ["a: 0.25 at the end", "b: 0.75 at the end", "chance: 0.007"]
+    assert labels[:2] == ["a: 0.25 at the end", "b: 0.75 at the end"]
+    assert labels[2:] == ["thin: of each step", "thick: mean of the last 10 steps or fewer", "chance: 0.007"]
 
 
 @pytest.mark.parametrize(("missing", "extra"), [("optax", "rl"), ("matplotlib", "plot")])

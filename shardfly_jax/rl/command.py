@@ -65,6 +65,7 @@ def _table(steps: list[Step]) -> Table:
         mean = sum(s.reward for s in last) / len(last)
         out.add_row(
             str(step.number), f"v{step.trainer_version}", f"v{step.rollout_version}", f"{mean:.2f}",
-            f"{step.drift:.4f}", f"{step.clipped:.3f}", f"{step.entropy:.2f}", secs_text(step.sync_secs), step.sample,
+            f"{step.drift:.4f}", f"{step.clipped:.3f}", f"{step.entropy:.2f}",
+            "-" if step.sync_secs is None else secs_text(step.sync_secs), step.sample,
         )  # fmt: skip
     return out

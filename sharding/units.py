@@ -1,0 +1,15 @@
+"""Bytes in words."""
+
+from __future__ import annotations
+
+from typing import SupportsFloat
+
+
+def bytes_text(nbytes: SupportsFloat, short: bool = False) -> str:
+    """Three digits and a decimal unit, `298 MB`; short, `298M`."""
+    value, unit = float(nbytes), ""
+    for bigger in ("k", "M", "G", "T", "P"):
+        if abs(value) < 999.5:
+            break
+        value, unit = value / 1000, bigger
+    return f"{value:.3g}{unit}" if short else f"{value:.3g} {unit}B"
