@@ -24,7 +24,7 @@ def stacked(model: Model) -> Side:
     for t in tensors(model):
         builder.leaf(t.name, t.shape, *((None, "x") if len(t.shape) > 1 else ()), layers=t.layers, dtype=t.dtype)
         builder.entries[t.name] = src(t.name)
-    return builder.side()
+    return builder.side("trainer")
 
 
 def trainers(model: Model) -> list[Side]:
