@@ -318,7 +318,7 @@ def test_curves_name_every_run_with_its_last_reward() -> None:
     (axes,) = plot_rewards({"a": steps(0.25), "b": steps(0.75)}).axes
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels[:2] == ["a: 0.25 at the end", "b: 0.75 at the end"]
-    assert labels[2:] == ["thin: of each step", "thick: mean of the last 10 steps or fewer", "chance: 0.007"]
+    assert labels[2:] == ["thin: a step; thick: mean of 10", "chance: 0.007"]
 
 
 @pytest.mark.parametrize(("missing", "extra"), [("optax", "rl"), ("matplotlib", "plot")])

@@ -30,8 +30,7 @@ def plot_rewards(runs: Mapping[str, Sequence[Step]]) -> ShownFigure:
         axes.plot(numbers, rewards, color=colour, alpha=0.35, linewidth=1)
         axes.plot(numbers, means, color=colour, linewidth=2.2, label=f"{label}: {means[-1]:.2f} at the end")
     chance = len(ALPHABET) ** -ANSWER
-    axes.plot([], [], color="gray", alpha=0.35, linewidth=1, label="thin: of each step")
-    axes.plot([], [], color="gray", linewidth=2.2, label=f"thick: mean of the last {SMOOTHED} steps or fewer")
+    axes.plot([], [], color="gray", alpha=0.35, linewidth=1, label=f"thin: a step; thick: mean of {SMOOTHED}")
     axes.axhline(chance, color="black", linewidth=0.8, linestyle=":", label=f"chance: {chance:.3f}")
     axes.set(title="GRPO: share of right sums among the rollouts' answers", xlabel="step", ylabel="reward")
     axes.set(ylim=(-0.03, 1.03), xlim=(1, max(len(steps) for steps in runs.values())))
