@@ -94,10 +94,11 @@ class PersistentExecutor:
         placed = dict(source_devices) | {key[2]: shard.device for key, shard in buffers.items()}
         tables = optable.make_tables(plan, placed, lambda key: (buffers[key].device, buffers[key].address))
         self.devices: list[jax.Device] = list(tables.devices)
-        self._inboxes = [  # written by kernels through their addresses, never given to XLA
+        inboxes = [  # written by kernels through their addresses, never given to XLA
             jax.device_put(np.zeros(tables.counters + max(n, 1), np.int32), device)
             for n, device in zip(tables.n_counters, self.devices, strict=True)
         ]
+        self._inboxes = jax.block_until_ready(inboxes)  # a copy from the host must not undo what a kernel writes
         fixed: dict[Key | Inbox, int] = {key: shard.address for key, shard in buffers.items()}
         fixed |= {Inbox(number): array.unsafe_buffer_pointer() for number, array in enumerate(self._inboxes)}
         phases = Phases(plan, tables, self.devices, fixed)
