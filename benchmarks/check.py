@@ -38,21 +38,23 @@ class Guard:
     figures: tuple[Figure, ...]
 
 
+# moves and bytes are exact; the margin leaves room for a change that pays elsewhere
+SIZES = (
+    Figure(name="moves", more_is_better=False, margin=0.05),
+    Figure(name="saved_nbytes", more_is_better=False, margin=0.05),
+)
+KERNELS = (
+    Figure(name="of_bound", more_is_better=True, margin=0.05),
+    Figure(name="faster_than_xla", more_is_better=True, margin=0.1),
+)
 GUARDS = {
-    # moves and bytes are exact; the margin leaves room for a change that pays elsewhere
     "planning": Guard(
         keys=("case",),
-        figures=(
-            Figure(name="moves", more_is_better=False, margin=0.05),
-            Figure(name="saved_nbytes", more_is_better=False, margin=0.05),
-        ),
+        figures=SIZES,
     ),
     "growth": Guard(
         keys=("series", "n"),
-        figures=(
-            Figure(name="moves", more_is_better=False, margin=0.05),
-            Figure(name="saved_nbytes", more_is_better=False, margin=0.05),
-        ),
+        figures=SIZES,
     ),
     # computed, so equal on every machine
     "simulated": Guard(
@@ -69,17 +71,11 @@ GUARDS = {
     ),
     "on_gpu": Guard(
         keys=("case", "model", "layers", "trainer_dtype"),
-        figures=(
-            Figure(name="of_bound", more_is_better=True, margin=0.05),
-            Figure(name="faster_than_xla", more_is_better=True, margin=0.1),
-        ),
+        figures=KERNELS,
     ),
     "quantizing": Guard(
         keys=("case", "trainer_dtype"),
-        figures=(
-            Figure(name="of_bound", more_is_better=True, margin=0.05),
-            Figure(name="faster_than_xla", more_is_better=True, margin=0.1),
-        ),
+        figures=KERNELS,
     ),
     "on_gpus": Guard(
         keys=("case",),

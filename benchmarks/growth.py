@@ -17,9 +17,8 @@ from jax.sharding import AbstractMesh
 
 import shardfly_jax as sf
 from benchmarks import children
-from benchmarks.planning import peak_nbytes, qwen, saved_nbytes
+from benchmarks.planning import qwen, timed
 
-RUNS = 3
 LIMIT_SECS = 300
 FITTED = 5
 """The exponent is fitted over so many of the largest points: small plans cost what Python costs."""
@@ -66,25 +65,9 @@ SERIES: dict[str, tuple[Callable[[int], Inputs], list[int]]] = {
 
 
 def measure(series: str, n: int) -> dict[str, Any]:
-    """Plans one point `RUNS` times; the first run also gives the memory."""
-    source, target, mapping = SERIES[series][0](n)
-    before = peak_nbytes()
-    secs = []
-    for run in range(RUNS):
-        start = time.perf_counter()
-        plan = sf.make_plan(source, target, mapping)
-        secs.append(time.perf_counter() - start)
-        if run == 0:
-            memory = peak_nbytes() - before
-    return {
-        "series": series,
-        "n": n,
-        "secs": secs,
-        "memory_nbytes": memory,
-        "moves": len(plan.moves),
-        "moves_with_layers": int(plan.moves.count.sum()),
-        "saved_nbytes": saved_nbytes(plan),
-    }
+    """Plans one point."""
+    _, secs, sizes = timed(*SERIES[series][0](n))
+    return {"series": series, "n": n, "secs": secs, **sizes}
 
 
 def exponent(rows: list[dict[str, Any]]) -> float:

@@ -56,28 +56,39 @@ CASES: dict[str, tuple[Inputs, float]] = {
 """Inputs, and the seconds wanted on one core."""
 
 
-def measure(name: str) -> dict[str, Any]:
-    """Plans one case `RUNS` times in this process; the first run also gives the memory."""
-    inputs, wanted = CASES[name]
-    source, target, mapping = inputs()
+def timed(source: Any, target: Any, mapping: Any) -> tuple[sf.Plan, list[float], dict[str, int]]:
+    """Plans `RUNS` times in this process: the plan, the seconds, and its sizes; the first run also gives the memory."""
     before = peak_nbytes()
-    times = []
+    secs = []
     for run in range(RUNS):
         start = time.perf_counter()
         plan = sf.make_plan(source, target, mapping)
-        times.append(time.perf_counter() - start)
+        secs.append(time.perf_counter() - start)
         if run == 0:
             memory = peak_nbytes() - before
+    return (
+        plan,
+        secs,
+        {
+            "memory_nbytes": memory,
+            "moves": len(plan.moves),
+            "moves_with_layers": int(plan.moves.count.sum()),
+            "saved_nbytes": saved_nbytes(plan),
+        },
+    )
+
+
+def measure(name: str) -> dict[str, Any]:
+    """Plans one case."""
+    inputs, wanted = CASES[name]
+    plan, times, sizes = timed(*inputs())
     return {
         "case": name,
         "secs": sorted(times)[RUNS // 2],
         "secs_min": min(times),
         "secs_max": max(times),
         "wanted_secs": wanted,
-        "memory_nbytes": memory,
-        "moves": len(plan.moves),
-        "moves_with_layers": int(plan.moves.count.sum()),
-        "saved_nbytes": saved_nbytes(plan),
+        **sizes,
         "payload_nbytes": plan.nbytes,
         "staging_nbytes": plan.staging_nbytes,
         "digest": plan.digest,

@@ -12,10 +12,9 @@ import dataclasses
 from collections.abc import Callable
 
 from shardfly_jax.pallas_kernels import addresses as m, scales
-from shardfly_jax.pallas_kernels.conversions import fills
 from shardfly_jax.pallas_kernels.emit import Int, const, for_range, if_else, when
 from shardfly_jax.pallas_kernels.quantizing import code, codes, format_of, largest, largest_of, values_of
-from shardfly_jax.pallas_kernels.tiles import ELEMENTS_IN_FLIGHT, LOADS_IN_FLIGHT, Tile, claim_shared, split, store_rows
+from shardfly_jax.pallas_kernels.tiles import LOADS_IN_FLIGHT, Tile, claim_shared, each_element, split, store_rows
 from shardfly_jax.sharding import quantized_records as q, records as r
 from shardfly_jax.sharding.formats import NOT_FINITE, Conversion, itemsize
 
@@ -256,7 +255,7 @@ def reduce_elements(tile: Tile, side: Side, conversion: Conversion) -> None:
     def reduce(row: Int, column: Int, element: list[Int]) -> None:
         m.raise_word(side.word_at(row, column), largest_of(values, element))
 
-    _each(tile, conversion, reduce)
+    each_element(tile, conversion, reduce)
 
 
 def encode_elements(tile: Tile, side: Side, conversion: Conversion) -> None:
@@ -269,21 +268,4 @@ def encode_elements(tile: Tile, side: Side, conversion: Conversion) -> None:
         side.refuse(amax > NOT_FINITE - 1)
         m.store_element(tile.write_at(row, column), [code(values, format, element, scales.factor(format, amax))], 1)
 
-    _each(tile, conversion, encode)
-
-
-def _each(tile: Tile, conversion: Conversion, do: Callable[[Int, Int, list[Int]], None]) -> None:
-    """Calls `do` for every element of a tile, with its words."""
-    width, total = itemsize(conversion.source), tile.rows * tile.columns
-
-    def body(first: Int) -> None:
-        items = [first + k * m.THREADS for k in range(ELEMENTS_IN_FLIGHT)]
-        loaded = []
-        for item in items:
-            row, column = split(item.at_most(total - 1), tile.columns)
-            loaded.append([] if fills(conversion) else m.load_element(tile.read_at(row, column), width))
-        for item, words in zip(items, loaded, strict=True):
-            with when(item < total):
-                do(*split(item, tile.columns), words)
-
-    for_range(tile.thread, total, m.THREADS * ELEMENTS_IN_FLIGHT, body)
+    each_element(tile, conversion, encode)

@@ -220,21 +220,28 @@ def elements(tile: Tile, conversion: Conversion, refuse: Callable[[Int], None]) 
       refuse: Notes, where its argument holds, that the maximum of a block is not finite.
     """
     makes_scales = any(isinstance(step, ToScale) for step in conversion.steps)
-    source_width, target_width = itemsize(conversion.source), itemsize(conversion.target)
-    total = tile.rows * tile.columns
+
+    def move(row: Int, column: Int, words: list[Int]) -> None:
+        if makes_scales and not fills(conversion):
+            refuse(words[0] > NOT_FINITE - 1)
+        m.store_element(tile.write_at(row, column), convert(conversion, words), itemsize(conversion.target))
+
+    each_element(tile, conversion, move)
+
+
+def each_element(tile: Tile, conversion: Conversion, do: Callable[[Int, Int, list[Int]], None]) -> None:
+    """Calls `do` for every element of a tile: with its row, its column and its words, none for a fill."""
+    width, total = itemsize(conversion.source), tile.rows * tile.columns
 
     def body(first: Int) -> None:
-        items = [first + u * m.THREADS for u in range(ELEMENTS_IN_FLIGHT)]
+        items = [first + k * m.THREADS for k in range(ELEMENTS_IN_FLIGHT)]
         loaded = []
         for item in items:
             row, column = split(item.at_most(total - 1), tile.columns)
-            loaded.append([] if fills(conversion) else m.load_element(tile.read_at(row, column), source_width))
+            loaded.append([] if fills(conversion) else m.load_element(tile.read_at(row, column), width))
         for item, words in zip(items, loaded, strict=True):
             with when(item < total):
-                row, column = split(item, tile.columns)
-                if makes_scales and not fills(conversion):
-                    refuse(words[0] > NOT_FINITE - 1)
-                m.store_element(tile.write_at(row, column), convert(conversion, words), target_width)
+                do(*split(item, tile.columns), words)
 
     for_range(tile.thread, total, m.THREADS * ELEMENTS_IN_FLIGHT, body)
 
