@@ -3,7 +3,8 @@
 Protocol
   attempt: 64 bits, session number and epoch. A flag *stands* when it equals the attempt of this launch; one of a later
     epoch means that this launch comes too late, and it writes nothing.
-  heads: before its first tile, every block waits until the flags of the devices that it writes to stand.
+  heads: before its first tile, every block waits until the *ready* flags of the devices that it writes to stand. They
+    are in those devices' own inboxes, so a launch that comes too late sees that, whoever has started it.
   claims: blocks take batches of `CLAIM` tiles from one counter, in order, and do them in order; the next batch is
     claimed while one is done. A tile waits only for tiles of smaller numbers, and the block that holds the smallest
     unfinished one can always go on: no deadlock, whatever the number of blocks.
@@ -15,7 +16,8 @@ Protocol
   refusals: a block of values that holds NaN or infinity is noted in `REFUSED`, as its record plus one, and the launch
     goes on. The host learns of it from the report; what was written is void.
   deadline: a wait that goes on when the launch has lasted longer sets `ERROR`. Then no block starts another tile,
-    nobody is told, and the report says which wait it was. What was written is void.
+    nobody is told, and the report says which wait it was. What was written is void. The same happens when the host
+    gives the attempt up: it writes it into `ABORTED` of the device's inbox.
 
 Operands: the table, this launch's numbers and addresses, the state, which is changed in place, and, in a jitted step
 that cannot know the addresses of its arrays, these arrays. Flags and counters are in the device's inbox, at an address
@@ -37,55 +39,44 @@ from shardfly_jax.pallas_kernels import addresses as m, tiles
 from shardfly_jax.pallas_kernels.blocks import Side, encode_elements, quantize_blocks, reduce_elements
 from shardfly_jax.pallas_kernels.conversions import fills
 from shardfly_jax.pallas_kernels.emit import Int, const, for_range, if_else, when, while_loop
+from shardfly_jax.pallas_kernels.launch_words import (
+    ABORTED,
+    CLAIMED,
+    COUNTER,
+    COUNTERS,
+    DEADLINE_MS,
+    ERROR,
+    ERROR_SHIFT,
+    FINISHED,
+    GIVEN_UP,
+    HEAD,
+    INBOX,
+    LATE,
+    LAUNCHES,
+    LISTS,
+    N_HEADS,
+    N_TAILS,
+    N_TELLS,
+    N_TILES,
+    NEW_VERSION,
+    POISONED,
+    REFUSED,
+    REPORT,
+    REPORT_SIZE,
+    RESET,
+    SESSION,
+    SEVERAL,
+    TAIL,
+    VERSION,
+    launch_size,
+)
 from shardfly_jax.sharding import records as r
 from shardfly_jax.sharding.formats import Conversion
 from shardfly_jax.sharding.quantized_ops import quantizes, quantizes_elements
 
-CLAIMED, FINISHED, ERROR, REFUSED, LAUNCHES, REPORT, STATE = *range(6), 7
-"""Words of a launch's state, and how many there are. REPORT and the word behind it are the report of the last launch,
-LAUNCHES anything; the others are zero between launches."""
-REPORT_SIZE = 2
-VERSION, POISONED = range(2)
-"""Words of an inbox before its flags."""
-(
-    N_TILES,
-    DEADLINE_MS,
-    SESSION,
-    EPOCH,
-    NEW_VERSION,  # what VERSION becomes at the end; -1: stays
-    SEVERAL,  # whether other devices raise the same counters
-    INBOX,  # index of the own one among the addresses
-    COUNTERS,  # first counter of an inbox
-    RESET,  # how many counters are zeroed before anything else, and whether POISONED is set
-    N_HEADS,
-    N_TAILS,
-    N_TELLS,
-    LISTS,  # heads and tails: words of the own inbox; tells: pairs of buffer and word of that inbox; see `launch_size`
-) = range(13)
-"""Words of a launch."""
-HEAD, TAIL, COUNTER = 1, 2, 3
-"""Kinds of error: what was waited for; the rest of the word says which one."""
-LATE = 4
-"""Kind of error: an attempt of a later epoch has begun."""
-ERROR_SHIFT = 28
 CLAIM = 2
 """Tiles per claim."""
 POLL_NS = 100
-
-
-def launch_size(flags: int, buffers: int) -> tuple[int, int, int, int]:
-    """Where the parts of a launch lie.
-
-    Args:
-      flags: Room for so many heads, tails and tells each.
-      buffers: Room for so many addresses.
-
-    Returns:
-      Words before the tails, the tells and the addresses, and of the whole.
-    """
-    tails, tells = LISTS + flags, LISTS + 2 * flags
-    bases = tells + 2 * flags
-    return tails, tells, bases, bases + 2 * buffers
 
 
 @functools.lru_cache(maxsize=64)
@@ -446,6 +437,8 @@ class Block:
                 limit = m.load_word(self.launch, DEADLINE_MS) * const(1_000_000, 64)
                 with when(m.clock_ns() - start > limit):
                     m.set_if_zero(error_at, error)
+                with when(m.read_flag(self.inbox + 4 * ABORTED) == self.attempt):
+                    m.set_if_zero(error_at, const(GIVEN_UP << ERROR_SHIFT))
             more = missing() & (m.read_word(error_at) == 0)
             return more, [missed]
 
@@ -456,9 +449,9 @@ class Block:
         at = self.counter_at(self.base(inbox), counter)
         self.poll(lambda: m.read_counter(at) < count, record | COUNTER << ERROR_SHIFT)
 
-    def await_flag(self, word: Int, error: Int) -> None:
+    def await_flag(self, at: Int, error: Int) -> None:
         """Until a flag stands; one of a later epoch of this session ends the launch."""
-        at, attempt = self.inbox + word * const(4, 64), self.attempt
+        attempt = self.attempt
 
         def missing() -> Int:
             flag = m.read_flag(at)
@@ -470,19 +463,23 @@ class Block:
 
         self.poll(missing, error)
 
+    def flag_of_other(self, k: Int, first: int) -> Int:
+        """Address of the `k`-th flag of a list of buffers and words."""
+        pair = self.launch + k * const(8, 64)
+        return self.base(m.load_word(pair, first)) + m.load_word(pair, first + 1) * const(4, 64)
+
     def await_head(self, k: Int) -> None:
         """The `k`-th head."""
-        self.await_flag(m.load_word(self.launch + k * const(4, 64), LISTS), k | HEAD << ERROR_SHIFT)
+        self.await_flag(self.flag_of_other(k, LISTS), k | HEAD << ERROR_SHIFT)
 
     def await_tail(self, k: Int) -> None:
         """The `k`-th tail."""
-        self.await_flag(m.load_word(self.launch + k * const(4, 64), self.tails_at), k | TAIL << ERROR_SHIFT)
+        word = m.load_word(self.launch + k * const(4, 64), self.tails_at)
+        self.await_flag(self.inbox + word * const(4, 64), k | TAIL << ERROR_SHIFT)
 
     def tell(self, k: Int) -> None:
-        """Sets the `k`-th flag of other devices."""
-        at = self.launch + k * const(8, 64)
-        inbox = self.base(m.load_word(at, self.tells_at))
-        m.write_flag(inbox + m.load_word(at, self.tells_at + 1) * const(4, 64), self.attempt)
+        """Sets the `k`-th flag of its own or of other devices."""
+        m.write_flag(self.flag_of_other(k, self.tells_at), self.attempt)
 
     def end(self) -> None:
         """Counts this block as finished; the last one ends the phase."""

@@ -12,7 +12,7 @@ from random_problems import Case, expected_buffers, source_buffers
 
 from shardfly_jax.executors.launches import Attempt, Outcome, Work, set_attempt
 from shardfly_jax.executors.phases import Phases
-from shardfly_jax.pallas_kernels import transfer
+from shardfly_jax.pallas_kernels import launch_words as lw, transfer
 from shardfly_jax.pallas_kernels.emit import Int
 from shardfly_jax.sharding import optable, records as r
 from shardfly_jax.sharding.formats import Conversion
@@ -111,11 +111,11 @@ class Job:
             operands = {key: k for k, key in enumerate(work.moving)} if in_step and name == "send" else {}
             numbers, words, _ = work.numbers(operands, len(operands))
             blocks = 1 if name == "ready" else self.blocks
-            room = (len(numbers) - transfer.launch_size(work.flags, 0)[2]) // 2 if operands else 0
+            room = (len(numbers) - lw.launch_size(work.flags, 0)[2]) // 2 if operands else 0
             program = compile_(work.conversions, blocks, work.flags, len(operands), room)
             launch = Allocation("launch", numbers.nbytes, read_only=True)
-            state = Allocation("state", np.zeros(transfer.STATE, np.int32))
-            out = Allocation("out", 4 * transfer.REPORT_SIZE)
+            state = Allocation("state", np.zeros(lw.STATE, np.int32))
+            out = Allocation("out", 4 * lw.REPORT_SIZE)
             table = Allocation("table", words, read_only=True)
             given = [self.sources[key] for key in operands]
             launches.append(Launch(program=program, operands=(table, launch, state, out, *given), blocks=blocks))
@@ -128,7 +128,7 @@ class Job:
         machine.run()
         for _, _, _, state, _ in filled:
             words = state.data.view(np.int32)
-            assert not words[[transfer.CLAIMED, transfer.FINISHED, transfer.ERROR]].any()
+            assert not words[[lw.CLAIMED, lw.FINISHED, lw.ERROR]].any()
         outcomes = [Outcome.of(work, out.data.view(np.uint32)) for work, _, _, _, out in filled]
         self.refused = {key for work, _, word in outcomes if (key := work.refused(word))}
         return {work.name: error for work, error, _ in outcomes}

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import shardfly_jax as sf
 from shardfly_jax.executors.stepping import Sender, Step
-from shardfly_jax.pallas_kernels import transfer
+from shardfly_jax.pallas_kernels import launch_words as lw, transfer
 from shardfly_jax.sharding.formats import conversion
 from shardfly_jax.sharding.layouts import Layout
 
@@ -36,8 +36,8 @@ def sender_on(mesh: Mesh | None, arrays: int) -> Sender:
         x = np.zeros(devices * words, np.int32)
         return jax.device_put(x, NamedSharding(mesh, P("x"))) if mesh else jnp.asarray(x)
 
-    words = transfer.launch_size(4, 512)[3]
-    return Sender(put(96), put(words), jax.new_ref(put(transfer.STATE)), step)
+    words = lw.launch_size(4, 512)[3]
+    return Sender(put(96), put(words), jax.new_ref(put(lw.STATE)), step)
 
 
 def params_on(mesh: Mesh | None, arrays: int) -> dict[str, jax.Array]:
@@ -77,8 +77,8 @@ def test_every_phase_is_kept_when_its_report_is_not_used() -> None:
     def launch(table: jax.Array, numbers: jax.Array, state: jax.Ref) -> None:
         transfer.make_kernel((), 1, 4)(table, numbers, state)
 
-    words = [jnp.zeros(n, jnp.int32) for n in (96, transfer.launch_size(4, 8)[3])]
-    state = jax.new_ref(jnp.zeros(transfer.STATE, jnp.int32))
+    words = [jnp.zeros(n, jnp.int32) for n in (96, lw.launch_size(4, 8)[3])]
+    state = jax.new_ref(jnp.zeros(lw.STATE, jnp.int32))
     text = jax.jit(launch).trace(*words, state).lower(lowering_platforms=("cuda",)).as_text()
     assert "custom_call @mosaic_gpu" in text
 

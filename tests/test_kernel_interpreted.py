@@ -12,7 +12,7 @@ from kernel_interpreter import Fault
 from kernel_jobs import Job, compile_transfer
 from random_problems import Case, cases, fill
 
-from shardfly_jax.pallas_kernels import addresses as m, transfer
+from shardfly_jax.pallas_kernels import addresses as m, launch_words as lw
 from shardfly_jax.sharding import records as r
 from shardfly_jax.sharding.language import Expr, src
 from shardfly_jax.sharding.layouts import Layout
@@ -108,7 +108,7 @@ def test_every_kind_of_record_is_moved_and_forwarded(blocks: int, devices: int, 
         job.want = fresh.want
         job.update(int(rng.integers(2**32)))
         job.check()
-    assert all(inbox.data.view(np.int32)[[transfer.VERSION, transfer.POISONED]].tolist() in ([2, 0], [0, 0])
+    assert all(inbox.data.view(np.int32)[[lw.VERSION, lw.POISONED]].tolist() in ([2, 0], [0, 0])
                for inbox in job.inboxes)  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def test_a_send_that_nobody_is_ready_for_writes_nothing_and_says_whom_it_waited_
     job.epoch = 1
     job.run(("ready",), 0)
     errors = job.run(("send",), 0, epoch=2)
-    assert [error >> transfer.ERROR_SHIFT for error in errors.values()] == [transfer.HEAD]
+    assert [error >> lw.ERROR_SHIFT for error in errors.values()] == [lw.HEAD]
     assert not any(buffer.written.any() for buffer in job.targets.values())
 
 
@@ -129,7 +129,7 @@ def test_a_send_that_comes_too_late_writes_nothing() -> None:
     job.epoch = 8
     job.run(("ready",), 0)
     errors = job.run(("send",), 0, epoch=7)
-    assert [error >> transfer.ERROR_SHIFT for error in errors.values()] == [transfer.LATE]
+    assert [error >> lw.ERROR_SHIFT for error in errors.values()] == [lw.LATE]
     assert not any(buffer.written.any() for buffer in job.targets.values())
 
 
@@ -139,13 +139,11 @@ def test_a_finish_without_sends_ends_at_the_deadline_and_stays_poisoned(devices:
     job.epoch = 1
     job.run(("ready",), 0)
     errors = job.run(("finish",), 0)
-    assert all(
-        error >> transfer.ERROR_SHIFT in (transfer.COUNTER, transfer.TAIL, transfer.HEAD) for error in errors.values()
-    )
+    assert all(error >> lw.ERROR_SHIFT in (lw.COUNTER, lw.TAIL, lw.HEAD) for error in errors.values())
     for work in job.phases().finish().values():
         assert "waited for" in str(work.fault(errors[work.name]))
     written = {job.tables.device_of[rank] for table in job.tables.tables.values() for _, rank in table.moves}
-    assert all(job.inboxes[d].data.view(np.int32)[transfer.POISONED] == 1 for d in written)
+    assert all(job.inboxes[d].data.view(np.int32)[lw.POISONED] == 1 for d in written)
     job.update(1)
     job.check()
 

@@ -25,7 +25,7 @@ from random_problems import Case, cases, expected_buffers, source_buffers
 import shardfly_jax as sf
 from shardfly_jax.executors.host import HostExecutor
 from shardfly_jax.executors.memory import Shard, Sources
-from shardfly_jax.pallas_kernels import transfer
+from shardfly_jax.pallas_kernels import launch_words as lw
 from shardfly_jax.sharding.formats import np_dtype
 from shardfly_jax.sharding.layouts import Layout
 from shardfly_jax.sharding.mapping import Mapping
@@ -313,7 +313,7 @@ def test_a_simulated_device_that_leaves_out_a_phase_is_named_and_the_next_update
     assert said
     assert all("waited for" in str(fault) for fault in said)
     inbox = job.inboxes[1 - number].data.view(np.int32)
-    assert inbox[transfer.POISONED] == 1
+    assert inbox[lw.POISONED] == 1
     for buffer in job.targets.values():
         buffer.data[:] = 0xA5
     job.update(int(rng.integers(2**32)))

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from shardfly_jax.pallas_kernels import transfer
+from shardfly_jax.pallas_kernels import launch_words as lw, transfer
 from shardfly_jax.sharding import records
 from shardfly_jax.sharding.formats import Conversion
 from shardfly_jax.sharding.moves import Key
@@ -28,13 +28,15 @@ ROOM_OF_ONE = 128 << 10
 
 
 class Wait(NamedTuple):
-    """A flag of another device.
+    """A flag that another device raises.
 
     Attributes:
-      word: Of the waiting device's inbox.
+      device: Number of that whose inbox it is in.
+      word: Of that inbox.
       who: What should have raised it, for messages.
     """
 
+    device: int
     word: int
     who: str
 
@@ -133,21 +135,23 @@ class Work:
         Returns:
           uint32 numbers with the fixed addresses filled in, int32 [records * WORDS], and the word of each address.
         """
-        inboxes = [Inbox(number) for number in (self._device, *(number for number, _ in self._tells))]
+        others = (*(number for number, _ in self._tells), *(wait.device for wait in self.heads))
+        inboxes = [Inbox(number) for number in (self._device, *others)]
         named = [key for key in (*(self.table.buffers if self.table else ()), *inboxes) if key not in operands]
         places = dict(operands) | {key: place for place, key in enumerate(dict.fromkeys(named), n_operands)}
-        tails_at, tells_at, bases_at, size = transfer.launch_size(
+        tails_at, tells_at, bases_at, size = lw.launch_size(
             self.flags, size_class(n_operands + len(named), LEAST_ADDRESSES if self.table else LEAST_FLAGS)
         )
         numbers = np.zeros(size, np.uint32)
-        numbers[transfer.N_TILES] = self.table.n_tiles if self.table else 0
-        numbers[transfer.INBOX], numbers[transfer.COUNTERS] = places[Inbox(self._device)], self._tables.counters
-        numbers[transfer.RESET], numbers[transfer.SEVERAL] = self._reset, len(self._tables.devices) > 1
+        numbers[lw.N_TILES] = self.table.n_tiles if self.table else 0
+        numbers[lw.INBOX], numbers[lw.COUNTERS] = places[Inbox(self._device)], self._tables.counters
+        numbers[lw.RESET], numbers[lw.SEVERAL] = self._reset, len(self._tables.devices) > 1
+        heads = [number for wait in self.heads for number in (places[Inbox(wait.device)], wait.word)]
         told = [number for device, word in self._tells for number in (places[Inbox(device)], word)]
         for count, at, values, per in (
-            (transfer.N_HEADS, transfer.LISTS, [wait.word for wait in self.heads], 1),
-            (transfer.N_TAILS, tails_at, [wait.word for wait in self.tails], 1),
-            (transfer.N_TELLS, tells_at, told, 2),
+            (lw.N_HEADS, lw.LISTS, heads, 2),
+            (lw.N_TAILS, tails_at, [wait.word for wait in self.tails], 1),
+            (lw.N_TELLS, tells_at, told, 2),
         ):
             numbers[count] = len(values) // per
             numbers[at : at + len(values)] = values
@@ -169,12 +173,14 @@ class Work:
 
     def fault(self, error: int) -> str | None:
         """What a report's error says went wrong: who waited for whom in which phase."""
-        kind, which = error >> transfer.ERROR_SHIFT, error & ((1 << transfer.ERROR_SHIFT) - 1)
+        kind, which = error >> lw.ERROR_SHIFT, error & ((1 << lw.ERROR_SHIFT) - 1)
         if not error:
             return None
-        if kind == transfer.LATE:
+        if kind == lw.LATE:
             return f"{self.name} came after a later attempt had begun, and wrote nothing"
-        if kind == transfer.COUNTER:
+        if kind == lw.GIVEN_UP:
+            return f"{self.name} was given up, because others had failed"
+        if kind == lw.COUNTER:
             assert self.table is not None
             at, to = self.table.moves[which]
             inbox = self.table.buffers[self.table.words[which, records.WAIT_INBOX]]
@@ -185,7 +191,7 @@ class Work:
             if self.table.words[which, records.ROLE] or (source >= 0 and isinstance(self.table.buffers[source], Inbox)):
                 return f"{self.name} waited for the maxima of blocks from {who}"
             return f"{self.name} waited for what {who} sends to rank {at}, which forwards it to rank {to}"
-        return f"{self.name} waited for {(self.heads if kind == transfer.HEAD else self.tails)[which].who}"
+        return f"{self.name} waited for {(self.heads if kind == lw.HEAD else self.tails)[which].who}"
 
     def refused(self, word: int) -> Key | None:
         """Which target a report's second word says would be made of values that are not finite."""
@@ -208,10 +214,10 @@ def set_attempt(
       publishes: Of each part: whether the version is set.
       parts: First word of each work's numbers.
     """
-    numbers[..., parts + transfer.DEADLINE_MS] = attempt.deadline_ms
-    numbers[..., parts + transfer.SESSION] = attempt.session
-    numbers[..., parts + transfer.EPOCH] = attempt.epoch & 0xFFFFFFFF
-    numbers[..., parts + transfer.NEW_VERSION] = np.where(publishes, attempt.version & 0xFFFFFFFF, 0xFFFFFFFF)
+    numbers[..., parts + lw.DEADLINE_MS] = attempt.deadline_ms
+    numbers[..., parts + lw.SESSION] = attempt.session
+    numbers[..., parts + lw.EPOCH] = attempt.epoch & 0xFFFFFFFF
+    numbers[..., parts + lw.NEW_VERSION] = np.where(publishes, attempt.version & 0xFFFFFFFF, 0xFFFFFFFF)
 
 
 _COMPILED: set[tuple[object, ...]] = set()
@@ -246,7 +252,7 @@ class Launch:
         self._publishes = np.array([work.publishes for work in works])
         self._taken, self._low = np.array(taken, np.int64), np.array(low, np.int64)
         self._tables = jax.device_put(tables, device)
-        self._state = jax.device_put(np.zeros(transfer.STATE, np.int32), device)
+        self._state = jax.device_put(np.zeros(lw.STATE, np.int32), device)
         self.kernels = _jitted(tuple(kernels), device)
         compiled = (*kernels, *(len(table) for table in tables), device)
         self.is_new = compiled not in _COMPILED
@@ -256,7 +262,7 @@ class Launch:
     def _compile(self) -> None:
         """Launches it with nothing to do, so that the first update compiles nothing."""
         idle = self._numbers.copy()
-        for word in (transfer.N_TILES, transfer.RESET, transfer.N_HEADS, transfer.N_TAILS, transfer.N_TELLS):
+        for word in (lw.N_TILES, lw.RESET, lw.N_HEADS, lw.N_TAILS, lw.N_TELLS):
             idle[self._parts + word] = 0
         set_attempt(idle, Attempt(0, 0, 0, 0), np.zeros_like(self._publishes), self._parts)
         self._launch(idle).block_until_ready()

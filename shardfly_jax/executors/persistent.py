@@ -15,7 +15,7 @@ import numpy as np
 from shardfly_jax.executors.launches import Attempt, Launch, Outcome
 from shardfly_jax.executors.memory import Key, Shard, Sources
 from shardfly_jax.executors.phases import Phases
-from shardfly_jax.pallas_kernels.transfer import REPORT_SIZE
+from shardfly_jax.pallas_kernels.launch_words import REPORT_SIZE
 from shardfly_jax.sharding import optable
 from shardfly_jax.sharding.errors import NotFinite, SyncTimeout
 from shardfly_jax.sharding.optable import Inbox

@@ -34,7 +34,7 @@ class Phases:
         self.numbers = range(len(devices))
 
     def ready(self) -> dict[int, Work]:
-        """By device number: tells every device that uses this one's buffers or inbox."""
+        """By device number: lets every device use this one's buffers and inbox, by a flag of its own that they read."""
         return {device: self._ready(device) for device in self.numbers if self._is_used(device)}
 
     def send(self) -> dict[int, Work]:
@@ -54,14 +54,12 @@ class Phases:
         return any(self.tables.writers(device, phase) for phase in Phase)
 
     def _ready(self, device: int) -> Work:
-        tables = self.tables
-        writers = {writer for phase in Phase for writer in tables.writers(device, phase)}
         return self._work(
             f"ready of {self._who(device)}",
             device,
             None,
-            tells=[(writer, tables.flag(Flag.READY, device)) for writer in sorted(writers)],
-            reset=max(tables.n_counters[device], 1),
+            tells=[(device, self.tables.flag(Flag.READY, device))],
+            reset=max(self.tables.n_counters[device], 1),
         )
 
     def _send(self, device: int) -> Work:
@@ -80,7 +78,7 @@ class Phases:
         targets = [target for target in tables.targets(device, Phase.FINISH) if target != device]
         alone = len(self.devices) == 1
         tails = [
-            Wait(tables.flag(flag, writer), f"{phase.value} of {self._who(writer, phase)}")
+            Wait(device, tables.flag(flag, writer), f"{phase.value} of {self._who(writer, phase)}")
             for flag, phase in ((Flag.SENT, Phase.SEND), (Flag.FORWARDED, Phase.FINISH))
             for writer in tables.writers(device, phase)
             if (phase, writer) != (Phase.FINISH, device)
@@ -100,7 +98,9 @@ class Phases:
 
     def _readies(self, targets: list[int]) -> list[Wait]:
         """The flags of devices that let this one write."""
-        return [Wait(self.tables.flag(Flag.READY, target), f"ready of {self._who(target)}") for target in targets]
+        return [
+            Wait(target, self.tables.flag(Flag.READY, target), f"ready of {self._who(target)}") for target in targets
+        ]
 
     def _who(self, device: int, phase: Phase | None = None) -> str:
         """The ranks of a device that read in a phase, or (None) that are written."""

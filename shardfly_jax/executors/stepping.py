@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from shardfly_jax.executors.launches import Attempt, Outcome, set_attempt
 from shardfly_jax.executors.memory import Key
 from shardfly_jax.executors.persistent import PersistentExecutor
-from shardfly_jax.pallas_kernels import transfer
+from shardfly_jax.pallas_kernels import launch_words as lw, transfer
 from shardfly_jax.sharding.formats import np_dtype
 
 
@@ -105,9 +105,9 @@ class Stepping:
             numbers.append(number)
         self._table = jax.device_put(_padded(tables).reshape(-1), self._place)
         self._numbers = _padded(numbers)
-        _, _, bases_at, _ = transfer.launch_size(self._works[0].flags, 0)
+        _, _, bases_at, _ = lw.launch_size(self._works[0].flags, 0)
         n_addresses = (self._numbers.shape[1] - bases_at) // 2
-        self._state = jax.new_ref(jax.device_put(np.zeros(len(devices) * transfer.STATE, np.int32), self._place))
+        self._state = jax.new_ref(jax.device_put(np.zeros(len(devices) * lw.STATE, np.int32), self._place))
         first = next(iter(sending.values()))
         families = {name: plan.families[f] for f in plan.source_families for name in plan.families[f].names}
         self._step = Step(
@@ -128,8 +128,8 @@ class Stepping:
 
     def outcomes(self) -> list[Outcome]:
         """What the last sends reported, once they have ended."""
-        words = np.asarray(self._state[...]).reshape(len(self._works), transfer.STATE)
-        reports = words[:, transfer.REPORT : transfer.REPORT + transfer.REPORT_SIZE]
+        words = np.asarray(self._state[...]).reshape(len(self._works), lw.STATE)
+        reports = words[:, lw.REPORT : lw.REPORT + lw.REPORT_SIZE]
         return [Outcome.of(work, report) for work, report in zip(self._works, reports, strict=True)]
 
 
