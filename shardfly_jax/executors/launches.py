@@ -34,11 +34,14 @@ class Wait(NamedTuple):
       device: Number of that whose inbox it is in.
       word: Of that inbox.
       who: What should have raised it, for messages.
+      phase, rank: The same: the phase, and the first rank that takes part in it.
     """
 
     device: int
     word: int
     who: str
+    phase: str
+    rank: int
 
 
 class Attempt(NamedTuple):
@@ -86,7 +89,7 @@ class Work:
       device: Number of the device, and so of its inbox.
       phase: Whose records it has, if any.
       conversions: What they name.
-      fixed: Addresses of inboxes and of the buffers that never move.
+      fixed: Addresses of the inboxes and buffers that never move.
       blocks, room: Of the kernel, see `transfer.make_kernel`.
       heads, tails: Flags it waits for before its first tile, and before it ends.
       tells: Device numbers and words of their inboxes that it sets.
@@ -116,7 +119,10 @@ class Work:
         self.conversions, self.blocks, self.room = conversions if table else (), blocks, room
         self.flags = size_class(2 * len(tables.devices), LEAST_FLAGS)  # a tail for each device's send and finish
         self._tables, self._device, self._reset, self._tells, self._fixed = tables, device, reset, tells, fixed
-        self.moving = [key for key in table.buffers if key not in fixed and not isinstance(key, Inbox)] if table else []
+        others = (*(number for number, _ in tells), *(wait.device for wait in heads))
+        named = (*(table.buffers if table else ()), *(Inbox(number) for number in (device, *others)))
+        self._named = tuple(dict.fromkeys(named))
+        self.moving = [key for key in self._named if key not in fixed]
 
     @property
     def variant(self) -> tuple[tuple[Conversion, ...], int, int, int]:
@@ -124,7 +130,7 @@ class Work:
         return self.conversions, self.blocks, self.flags, self.room
 
     def numbers(
-        self, operands: Mapping[Key, int] = MappingProxyType({}), n_operands: int = 0
+        self, operands: Mapping[Key | Inbox, int] = MappingProxyType({}), n_operands: int = 0
     ) -> tuple[np.ndarray, np.ndarray, dict[Key | Inbox, int]]:
         """The numbers of a launch but for its attempt, and the records that go with them.
 
@@ -135,10 +141,8 @@ class Work:
         Returns:
           uint32 numbers with the fixed addresses filled in, int32 [records * WORDS], and the word of each address.
         """
-        others = (*(number for number, _ in self._tells), *(wait.device for wait in self.heads))
-        inboxes = [Inbox(number) for number in (self._device, *others)]
-        named = [key for key in (*(self.table.buffers if self.table else ()), *inboxes) if key not in operands]
-        places = dict(operands) | {key: place for place, key in enumerate(dict.fromkeys(named), n_operands)}
+        named = [key for key in self._named if key not in operands]
+        places = dict(operands) | {key: place for place, key in enumerate(named, n_operands)}
         tails_at, tells_at, bases_at, size = lw.launch_size(
             self.flags, size_class(n_operands + len(named), LEAST_ADDRESSES if self.table else LEAST_FLAGS)
         )
@@ -183,15 +187,30 @@ class Work:
         if kind == lw.COUNTER:
             assert self.table is not None
             at, to = self.table.moves[which]
-            inbox = self.table.buffers[self.table.words[which, records.WAIT_INBOX]]
-            assert isinstance(inbox, Inbox)
-            writers = self._tables.ranks_that_raise(inbox.device, int(self.table.words[which, records.WAIT]))
-            who = " and ".join(f"rank {rank}" for rank in writers)
+            who = " and ".join(f"rank {rank}" for rank in self._raise(which))
             source = int(self.table.words[which, records.SOURCE])
             if self.table.words[which, records.ROLE] or (source >= 0 and isinstance(self.table.buffers[source], Inbox)):
                 return f"{self.name} waited for the maxima of blocks from {who}"
             return f"{self.name} waited for what {who} sends to rank {at}, which forwards it to rank {to}"
         return f"{self.name} waited for {(self.heads if kind == lw.HEAD else self.tails)[which].who}"
+
+    def blamed(self, error: int) -> tuple[str, int]:
+        """Phase and rank that a report's error is about: who was waited for, or else this launch itself."""
+        kind, which = error >> lw.ERROR_SHIFT, error & ((1 << lw.ERROR_SHIFT) - 1)
+        if kind in (lw.HEAD, lw.TAIL):
+            wait = (self.heads if kind == lw.HEAD else self.tails)[which]
+            return wait.phase, wait.rank
+        if kind == lw.COUNTER and (writers := self._raise(which)):
+            return Phase.SEND.value, writers[0]
+        ranks = self._tables.ranks_on(self._device) or self._tables.ranks_on(self._device, Phase.SEND)
+        return Phase.FINISH.value if self.publishes else Phase.SEND.value, min(ranks, default=0)
+
+    def _raise(self, record: int) -> list[int]:
+        """The ranks for which a record waits."""
+        assert self.table is not None
+        inbox = self.table.buffers[self.table.words[record, records.WAIT_INBOX]]
+        assert isinstance(inbox, Inbox)
+        return self._tables.ranks_that_raise(inbox.device, int(self.table.words[record, records.WAIT]))
 
     def refused(self, word: int) -> Key | None:
         """Which target a report's second word says would be made of values that are not finite."""
@@ -230,13 +249,13 @@ class Launch:
     Args:
       works: What it does, in this order.
       device: Where.
-      sources: In which order `start` is given the addresses of buffers that are not fixed.
+      sources: In which order `start` is given the addresses of what is not fixed.
 
     Attributes:
       is_new: Whether its kernel had to be compiled.
     """
 
-    def __init__(self, works: Sequence[Work], device: jax.Device, sources: Sequence[Key]):
+    def __init__(self, works: Sequence[Work], device: jax.Device, sources: Sequence[Key | Inbox]):
         self.works = tuple(works)
         place = {key: k for k, key in enumerate(sources)}
         tables, all_numbers, kernels, taken, low, at = [], [], [], [], [], 0
@@ -276,7 +295,7 @@ class Launch:
 
         Args:
           attempt: Of this update.
-          sources: uint64 addresses of the buffers that are not fixed.
+          sources: uint64 addresses of what is not fixed.
 
         Returns:
           Their reports, in the host's memory: int32 [works * REPORT_SIZE], see `transfer.make_kernel`.

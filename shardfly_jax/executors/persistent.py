@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import itertools
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -67,57 +69,112 @@ def can_reach(one: int, other: int) -> bool:
     return not failed and bool(answer.value)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Others:
+    """The ranks that other processes hold.
+
+    Attributes:
+      places: The device of each rank, as a name that all processes agree on.
+      memory: Equal for two of their target buffers that are one.
+      make_inbox: Zeroed int32 words on a device of this process, that the others reach.
+    """
+
+    places: Mapping[int, Hashable]
+    memory: Callable[[Key], object]
+    make_inbox: Callable[[jax.Device, int], jax.Array]
+
+
+class Started:
+    """Launches that have been started."""
+
+    def __init__(self, launches: Sequence[Launch], reports: Sequence[jax.Array]):
+        self._launches, self._reports = launches, reports
+
+    def is_over(self) -> bool:
+        """Whether all of them have ended."""
+        return all(report.is_ready() for report in self._reports)  # type: ignore[attr-defined]
+
+    def outcomes(self) -> list[Outcome]:
+        """What they report, for which this waits."""
+        reports = jax.device_get(list(self._reports))
+        return [
+            Outcome.of(work, words)
+            for launch, report in zip(self._launches, reports, strict=True)
+            for work, words in zip(launch.works, report.reshape(-1, REPORT_SIZE), strict=True)
+        ]
+
+
 class PersistentExecutor:
-    """Runs a plan whose ranks are on GPUs of this process; several may share one.
+    """Runs a plan on the GPUs of this process, several ranks on one if need be; other processes may hold some ranks.
 
     Args:
       plan: `why_not` has nothing against it.
-      buffers: Registered shards of all target families.
-      source_devices: Device of each trainer rank that holds a planned shard.
+      buffers: Registered shards of all target families, of the ranks of this process.
+      source_devices: Device of each trainer rank of this process that holds a planned shard.
+      others: The other processes' ranks; None if there are none. Then `ready` and `transfer` run attempts, not `start`.
 
     Attributes:
       deadline_ms: How long a launch may wait for others.
-      devices: That hold ranks, in the order in which the kernels number them.
-      works: What each phase does on each of them that takes part in it, by number.
+      devices: That hold ranks, in the order in which the kernels number them: the places of others among them.
+      inboxes: Of the devices of this process, by number.
+      works: What each phase does on each of these that takes part in it, by number.
       idle: Gives the work of a device that takes part in a launch and has nothing to do.
-      source_keys: Source shards that are read.
+      moving: What has no fixed address: source shards, and in a world the buffers and inboxes of others.
       kernels, compiled: See `Executor`.
     """
 
     alignment = PIECE_NBYTES
 
-    def __init__(self, plan: Plan, buffers: Mapping[Key, Shard], source_devices: Mapping[int, jax.Device]):
+    def __init__(
+        self,
+        plan: Plan,
+        buffers: Mapping[Key, Shard],
+        source_devices: Mapping[int, jax.Device],
+        others: Others | None = None,
+    ):
         self.plan = plan
         self.deadline_ms = DEADLINE_MS
         self.in_order = len(jax.local_devices(backend="gpu")) == 1  # copies to other GPUs have streams of their own
         self._session, self._epoch, self._version = secrets.randbits(32), 0, 0
-        placed = dict(source_devices) | {key[2]: shard.device for key, shard in buffers.items()}
-        tables = optable.make_tables(plan, placed, lambda key: (buffers[key].device, buffers[key].address))
-        self.devices: list[jax.Device] = list(tables.devices)
-        inboxes = [  # written by kernels through their addresses, never given to XLA
-            jax.device_put(np.zeros(tables.counters + max(n, 1), np.int32), device)
-            for n, device in zip(tables.n_counters, self.devices, strict=True)
-        ]
-        self._inboxes = jax.block_until_ready(inboxes)  # a copy from the host must not undo what a kernel writes
+        placed: dict[int, Hashable] = dict(others.places) if others is not None else {}
+        placed |= dict(source_devices) | {key[2]: shard.device for key, shard in buffers.items()}
+
+        def memory(key: Key) -> object:
+            shard = buffers.get(key)
+            if shard is None:
+                assert others is not None
+                return others.memory(key)
+            return shard.device, shard.address
+
+        tables = optable.make_tables(plan, placed, memory)
+        self.devices: list[Any] = list(tables.devices)
+        here = [number for number, device in enumerate(self.devices) if isinstance(device, jax.Device)]
+        make_inbox = others.make_inbox if others is not None else _own_inbox
+        inboxes = {  # written by kernels through their addresses, never given to XLA
+            number: make_inbox(self.devices[number], tables.counters + max(tables.n_counters[number], 1))
+            for number in here
+        }
+        self.inboxes = jax.block_until_ready(inboxes)  # a copy from the host must not undo what a kernel writes
         fixed: dict[Key | Inbox, int] = {key: shard.address for key, shard in buffers.items()}
-        fixed |= {Inbox(number): array.unsafe_buffer_pointer() for number, array in enumerate(self._inboxes)}
-        phases = Phases(plan, tables, self.devices, fixed)
+        fixed |= {Inbox(number): array.unsafe_buffer_pointer() for number, array in self.inboxes.items()}
+        phases = Phases(plan, tables, self.devices, fixed, here)
         self.works = {"ready": phases.ready(), "send": phases.send(), "finish": phases.finish()}
         self.idle = phases.idle
-        self.source_keys = list(dict.fromkeys(key for work in self.works["send"].values() for key in work.moving))
-        alone = len(self.devices) == 1
+        works = [work for phase in self.works.values() for work in phase.values()]
+        self.moving = list(dict.fromkeys(key for work in works for key in work.moving))
+        alone = len(self.devices) == 1 and others is None
         self._launches = self.launches("ready", "send", "finish") if alone else self.launches("send", "finish")
         first = [*self._launches, *([] if alone else self._readies)]  # compiled now, not by the first update
         self.kernels = sum(len(launch.works) for launch in first)
         self.compiled = sum(len(launch.works) for launch in first if launch.is_new)
 
     def launches(self, *phases: str) -> list[Launch]:
-        """Launches of some phases, one for each device that has work in them."""
-        works = [
-            [self.works[phase][number] for phase in phases if number in self.works[phase]]
-            for number in range(len(self.devices))
-        ]
-        return [Launch(of, device, self.source_keys) for of, device in zip(works, self.devices, strict=True) if of]
+        """Launches of some phases, one for each device of this process that has work in them."""
+        works = {
+            number: [self.works[phase][number] for phase in phases if number in self.works[phase]]
+            for number in self.inboxes
+        }
+        return [Launch(of, self.devices[number], self.moving) for number, of in works.items() if of]
 
     @functools.cached_property
     def _readies(self) -> list[Launch]:
@@ -135,13 +192,12 @@ class PersistentExecutor:
           SyncTimeout: A phase waited for another one beyond the deadline, from what is returned.
           NotFinite: A tensor to be quantized holds NaN or infinity, from what is returned.
         """
-        addresses = np.fromiter(map(sources.addresses.__getitem__, self.source_keys), np.uint64, len(self.source_keys))
         attempt = self._attempt() if len(self.devices) == 1 else self.begin()
-        started = self._start(self._launches, attempt, addresses)
+        started = self.transfer(attempt, sources.addresses)
         alive = [sources]  # until the kernels have ended
 
         def wait() -> None:
-            self._end(_outcomes(started))
+            self._end(started.outcomes())
             alive.clear()
             if progress is not None:
                 progress(self.plan.target_nbytes)
@@ -159,7 +215,7 @@ class PersistentExecutor:
           Waits, and raises as what `start` returns.
         """
         finished = self._start(self._finishes, attempt)
-        return lambda: self._end([*sent(), *_outcomes(finished)])
+        return lambda: self._end([*sent(), *finished.outcomes()])
 
     def begin(self) -> Attempt:
         """Begins an attempt: launches *ready* everywhere, and returns when all of them have run.
@@ -167,20 +223,32 @@ class PersistentExecutor:
         On a single device it returns at once, as what is launched there afterwards runs afterwards.
         """
         attempt = self._attempt()
-        ready = self._start(self._readies, attempt)
+        ready = self.ready(attempt)
         if len(self.devices) > 1:
-            jax.block_until_ready([report for _, report in ready])
+            ready.outcomes()
         return attempt
+
+    def ready(self, attempt: Attempt) -> Started:
+        """Launches *ready* of an attempt."""
+        return self._start(self._readies, attempt)
+
+    def transfer(self, attempt: Attempt, addresses: Mapping[Any, int]) -> Started:
+        """Launches *send* and *finish* of an attempt; on a single device without others *ready* before them.
+
+        Args:
+          attempt: The attempt.
+          addresses: Of all that is `moving`.
+        """
+        taken = np.fromiter(map(addresses.__getitem__, self.moving), np.uint64, len(self.moving))
+        return self._start(self._launches, attempt, taken)
 
     def _attempt(self) -> Attempt:
         self._epoch += 1
         return Attempt(self._session, self._epoch, self._version + 1, self.deadline_ms)
 
-    def _start(
-        self, launches: Sequence[Launch], attempt: Attempt, sources: np.ndarray | None = None
-    ) -> list[tuple[Launch, jax.Array]]:
-        addresses = np.zeros(0, np.uint64) if sources is None else sources
-        return [(launch, launch.start(attempt, addresses)) for launch in launches]
+    def _start(self, launches: Sequence[Launch], attempt: Attempt, addresses: np.ndarray | None = None) -> Started:
+        given = np.zeros(0, np.uint64) if addresses is None else addresses
+        return Started(launches, [launch.start(attempt, given) for launch in launches])
 
     def _end(self, outcomes: Sequence[Outcome]) -> None:
         """Raises:
@@ -203,10 +271,5 @@ class PersistentExecutor:
         self._version += 1
 
 
-def _outcomes(started: Sequence[tuple[Launch, jax.Array]]) -> list[Outcome]:
-    reports = jax.device_get([report for _, report in started])
-    return [
-        Outcome.of(work, words)
-        for (launch, _), report in zip(started, reports, strict=True)
-        for work, words in zip(launch.works, report.reshape(-1, REPORT_SIZE), strict=True)
-    ]
+def _own_inbox(device: jax.Device, words: int) -> jax.Array:
+    return jax.device_put(np.zeros(words, np.int32), device)

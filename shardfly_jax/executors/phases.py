@@ -9,9 +9,8 @@ notes the version.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import jax
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from shardfly_jax.executors.launches import BLOCKS_PER_SM, FREE_SMS, ROOM_OF_ONE, Wait, Work
 from shardfly_jax.sharding.moves import Key
@@ -26,12 +25,20 @@ class Phases:
       plan: The plan.
       tables: Its tables.
       devices: The tables' devices.
-      fixed: Addresses of inboxes and registered buffers.
+      fixed: Addresses of the inboxes and registered buffers that never move.
+      here: Numbers of the devices to build for; by default all.
     """
 
-    def __init__(self, plan: Plan, tables: OpTables, devices: list[jax.Device], fixed: Mapping[Key | Inbox, int]):
+    def __init__(
+        self,
+        plan: Plan,
+        tables: OpTables,
+        devices: Sequence[Any],
+        fixed: Mapping[Key | Inbox, int],
+        here: Iterable[int] | None = None,
+    ):
         self.plan, self.tables, self.devices, self.fixed = plan, tables, devices, fixed
-        self.numbers = range(len(devices))
+        self.numbers = range(len(devices)) if here is None else tuple(here)
 
     def ready(self) -> dict[int, Work]:
         """By device number: lets every device use this one's buffers and inbox, by a flag of its own that they read."""
@@ -78,7 +85,7 @@ class Phases:
         targets = [target for target in tables.targets(device, Phase.FINISH) if target != device]
         alone = len(self.devices) == 1
         tails = [
-            Wait(device, tables.flag(flag, writer), f"{phase.value} of {self._who(writer, phase)}")
+            self._wait(device, flag, writer, phase)
             for flag, phase in ((Flag.SENT, Phase.SEND), (Flag.FORWARDED, Phase.FINISH))
             for writer in tables.writers(device, phase)
             if (phase, writer) != (Phase.FINISH, device)
@@ -98,9 +105,13 @@ class Phases:
 
     def _readies(self, targets: list[int]) -> list[Wait]:
         """The flags of devices that let this one write."""
-        return [
-            Wait(target, self.tables.flag(Flag.READY, target), f"ready of {self._who(target)}") for target in targets
-        ]
+        return [self._wait(target, Flag.READY, target, None) for target in targets]
+
+    def _wait(self, at: int, flag: Flag, device: int, phase: Phase | None) -> Wait:
+        """For what a device says in an inbox, in a phase that has records or (None) in *ready*."""
+        name = phase.value if phase else "ready"
+        who = f"{name} of {self._who(device, phase)}"
+        return Wait(at, self.tables.flag(flag, device), who, name, min(self.tables.ranks_on(device, phase), default=0))
 
     def _who(self, device: int, phase: Phase | None = None) -> str:
         """The ranks of a device that read in a phase, or (None) that are written."""

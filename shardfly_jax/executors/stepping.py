@@ -21,6 +21,7 @@ from shardfly_jax.executors.memory import Key
 from shardfly_jax.executors.persistent import PersistentExecutor
 from shardfly_jax.pallas_kernels import launch_words as lw, transfer
 from shardfly_jax.sharding.formats import np_dtype
+from shardfly_jax.sharding.optable import Inbox
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,7 +84,8 @@ class Stepping:
 
     def __init__(self, executor: PersistentExecutor, shardings: dict[str, NamedSharding | SingleDeviceSharding]):
         plan, sending = executor.plan, executor.works["send"]
-        names = list(dict.fromkeys(plan.families[f].names[t] for f, t, _ in executor.source_keys))
+        sources = [key for key in executor.moving if not isinstance(key, Inbox)]
+        names = list(dict.fromkeys(plan.families[f].names[t] for f, t, _ in sources))
         operand = {name: k for k, name in enumerate(names)}
         self._place: NamedSharding | SingleDeviceSharding
         mesh = next(
@@ -99,7 +101,9 @@ class Stepping:
         self._works = [sending.get(number) or executor.idle(number) for number in at]
         tables, numbers = [], []
         for work in self._works:
-            held: dict[Key, int] = {key: operand[plan.families[key[0]].names[key[1]]] for key in work.moving}
+            held: dict[Key | Inbox, int] = {
+                key: operand[plan.families[key[0]].names[key[1]]] for key in work.moving if not isinstance(key, Inbox)
+            }
             number, table, _ = work.numbers(held, len(names))
             tables.append(table)
             numbers.append(number)

@@ -34,11 +34,13 @@ class Refused(Exception):
         self.is_foreign = is_foreign
 
 
-def _is_number(x: Any) -> bool:
+def is_number(x: Any) -> bool:
+    """Whether a field holds a number that is not negative and has at most 63 bits."""
     return isinstance(x, int) and not isinstance(x, bool) and 0 <= x < 1 << 63
 
 
-def _is_text(x: Any) -> bool:
+def is_text(x: Any) -> bool:
+    """Whether a field holds text."""
     return isinstance(x, str)
 
 
@@ -46,61 +48,62 @@ def _is_text_or_none(x: Any) -> bool:
     return x is None or isinstance(x, str)
 
 
-def _is_secs(x: Any) -> bool:
+def is_secs(x: Any) -> bool:
+    """Whether a field holds a positive number of seconds."""
     return isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < float("inf")
 
 
 def _is_ranks(x: Any) -> bool:
-    return isinstance(x, list) and all(map(_is_number, x))
+    return isinstance(x, list) and all(map(is_number, x))
 
 
 def _is_by_name(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda x: isinstance(x, dict) and all(of(value) for value in x.values())
 
 
-_REGISTRATION = {"digest": _is_text, "source_ranks": _is_number, "target_ranks": _is_number,
+_REGISTRATION = {"digest": is_text, "source_ranks": is_number, "target_ranks": is_number,
                  "held": lambda x: _is_ranks(x) and len(x) > 0, "replicas": _is_by_name(_is_ranks),
-                 "endpoint": _is_text, "versions": _is_by_name(_is_number)}  # fmt: skip
-_ATTEMPT = {"session": _is_number, "epoch": _is_number}
+                 "endpoint": is_text, "versions": _is_by_name(is_number)}  # fmt: skip
+_ATTEMPT = {"session": is_number, "epoch": is_number}
 
 Messages = Mapping[str, Mapping[str, Callable[[Any], bool]]]
 """Fields of each message, and their checks."""
 
 
 def _numbered(messages: Messages) -> Messages:
-    return {op: {"seq": _is_number, **fields} for op, fields in messages.items()}
+    return {op: {"seq": is_number, **fields} for op, fields in messages.items()}
 
 
 TO_RENDEZVOUS = _numbered({
-    "hello": {"protocol": _is_number, "name": _is_text},
-    "beat": {"session": _is_number},
-    "register": {"session": _is_number, **_REGISTRATION},
-    "enter": {"session": _is_number, "entry": _is_number, "wait_secs": _is_secs, "refusal": _is_text_or_none},
-    "withdraw": {"session": _is_number, "entry": _is_number, "why": _is_text},
+    "hello": {"protocol": is_number, "name": is_text},
+    "beat": {"session": is_number},
+    "register": {"session": is_number, **_REGISTRATION},
+    "enter": {"session": is_number, "entry": is_number, "wait_secs": is_secs, "refusal": _is_text_or_none},
+    "withdraw": {"session": is_number, "entry": is_number, "why": is_text},
     "ready": _ATTEMPT,
     "arrived": _ATTEMPT,
-    "fail": {**_ATTEMPT, "kind": _is_text, "phase": _is_text, "rank": _is_number, "why": _is_text},
-    "leave": {"session": _is_number},
+    "fail": {**_ATTEMPT, "kind": is_text, "phase": is_text, "rank": is_number, "why": is_text},
+    "leave": {"session": is_number},
 })  # fmt: skip
 """What a process may say."""
 
 FROM_RENDEZVOUS = _numbered({
-    "welcome": {"session": _is_number, "deadline_secs": _is_secs, "lost_secs": _is_secs},
-    "beat": {"session": _is_number},
-    "registered": {"session": _is_number},
-    "news": {"session": _is_number, "digest": _is_text, "newest": _is_number, "versions": _is_by_name(_is_number)},
-    "refused": {"why": _is_text},
-    "expelled": {"why": _is_text},
-    "begin": {**_ATTEMPT, "entry": _is_number, "number": _is_number, "endpoints": _is_by_name(_is_text)},
+    "welcome": {"session": is_number, "deadline_secs": is_secs, "lost_secs": is_secs},
+    "beat": {"session": is_number},
+    "registered": {"session": is_number},
+    "news": {"session": is_number, "digest": is_text, "newest": is_number, "versions": _is_by_name(is_number)},
+    "refused": {"why": is_text},
+    "expelled": {"why": is_text},
+    "begin": {**_ATTEMPT, "entry": is_number, "number": is_number, "endpoints": _is_by_name(is_text)},
     "go": _ATTEMPT,
-    "complete": {**_ATTEMPT, "number": _is_number, "replicas": lambda x: isinstance(x, list) and all(map(_is_text, x))},
+    "complete": {**_ATTEMPT, "number": is_number, "replicas": lambda x: isinstance(x, list) and all(map(is_text, x))},
     "done": _ATTEMPT,
-    "failed": {**_ATTEMPT, "entry": _is_number, "kind": _is_text, "phase": _is_text, "rank": _is_number,
-               "why": _is_text},
+    "failed": {**_ATTEMPT, "entry": is_number, "kind": is_text, "phase": is_text, "rank": is_number,
+               "why": is_text},
 })  # fmt: skip
 """What the rendezvous may say."""
 
-CHUNKS: Messages = {"chunk": {**_ATTEMPT, "source": _is_number, "target": _is_number, "number": _is_number}}
+CHUNKS: Messages = {"chunk": {**_ATTEMPT, "source": is_number, "target": is_number, "number": is_number}}
 """What senders may say: `number` counts the chunks from `source` to `target`, two ranks, in the plan's order."""
 
 

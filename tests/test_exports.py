@@ -1,0 +1,121 @@
+"""How processes hand each other memory: descriptors of files here, over the same socket."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from shardfly_jax.sharding.errors import TransferError
+from shardfly_jax.transports.exports import Exports, Neighbour
+from shardfly_jax.worlds.wire import Seal
+
+SEAL = Seal("a token of the tests")
+
+
+@pytest.fixture
+def exports() -> Iterator[Exports]:
+    made = Exports(SEAL)
+    yield made
+    made.close()
+
+
+def piece(content: bytes) -> int:
+    with tempfile.TemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        return os.dup(file.fileno())
+
+
+def read(descriptor: int) -> bytes:
+    with os.fdopen(descriptor, "rb") as file:
+        file.seek(0)
+        return file.read()
+
+
+def test_descriptors_arrive_with_what_is_said_about_them(exports: Exports) -> None:
+    given = [piece(b"one"), piece(b"three")]
+    rows = [[k, 2 * k, 1 << 40] for k in range(20_000)]  # more than a socket takes at once
+    exports.offer("buffers", [3, 5], given, rows)
+    for descriptor in given:
+        os.close(descriptor)  # the offer has its own
+    neighbour = Neighbour(exports.path, SEAL, "a")
+    for _ in range(2):
+        sizes, descriptors, back = neighbour.ask("buffers", 5.0)
+        assert (sizes, back) == ([3, 5], rows)
+        assert [read(descriptor) for descriptor in descriptors] == [b"one", b"three"]
+    neighbour.close()
+
+
+def test_whoever_asks_early_waits_and_whoever_asks_in_vain_is_told(exports: Exports) -> None:
+    neighbour = Neighbour(exports.path, SEAL, "a")
+    with pytest.raises(TransferError, match="did not offer it within 0"):
+        neighbour.ask("inboxes", 0.05)
+    threading.Timer(0.2, exports.offer, ("inboxes", [], [], [[1]])).start()
+    assert neighbour.ask("inboxes", 10.0) == ([], [], [[1]])
+    exports.withdraw("inb")
+    with pytest.raises(TransferError, match="did not offer it"):
+        neighbour.ask("inboxes", 0.05)
+    neighbour.close()
+
+
+def test_another_token_is_cut_off(exports: Exports) -> None:
+    exports.offer("buffers", [], [], [])
+    neighbour = Neighbour(exports.path, Seal("another"), "a")
+    with pytest.raises(TransferError, match="has ended"):
+        neighbour.ask("buffers", 5.0)
+    neighbour.close()
+
+
+def test_garbage_is_cut_off(exports: Exports) -> None:
+    with socket.socket(socket.AF_UNIX) as raw:
+        raw.connect(exports.path)
+        raw.sendall(b"\xff" * 64)
+        raw.settimeout(5.0)
+        assert raw.recv(10) == b""
+
+
+PROGRAM = """
+import sys, time
+from shardfly_jax.transports.exports import Neighbour
+from shardfly_jax.worlds.wire import Seal
+neighbour = Neighbour(sys.argv[1], Seal("a token of the tests"), "other")
+neighbour.ask("buffers", 5.0)
+time.sleep(60)
+"""
+
+
+def until(condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 10.0
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_a_stopped_process_may_write_and_a_dead_one_may_not(exports: Exports) -> None:
+    exports.offer("buffers", [], [], [])
+    assert not exports.may_write("other")
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, exports.path])
+    try:
+        assert until(lambda: exports.may_write("other"))
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(0.2)
+        assert exports.may_write("other")
+    finally:
+        process.kill()
+        process.wait()
+    assert until(lambda: not exports.may_write("other"))
+
+
+def test_a_closed_owner_is_named(exports: Exports) -> None:
+    exports.close()
+    with pytest.raises(TransferError, match="cannot be reached"):
+        Neighbour(exports.path, SEAL, "a")
