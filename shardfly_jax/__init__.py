@@ -24,6 +24,7 @@ from shardfly_jax.sharding.errors import (
     StillPending as StillPending,
     SyncTimeout as SyncTimeout,
     TransferError as TransferError,
+    UnknownOutcome as UnknownOutcome,
     UpdateRefused as UpdateRefused,
     VerificationError as VerificationError,
     WorldError as WorldError,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,12 +21,31 @@ ALIGNMENT = 256
 """Of registered allocations, bytes."""
 
 
+class Wanted(NamedTuple):
+    """A buffer that is to be allocated."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    device: jax.Device
+
+    @property
+    def nbytes(self) -> int:
+        """Of it."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def zeros(wanted: Sequence[Wanted]) -> list[jax.Array]:
+    """Zeroed arrays, each by itself."""
+    return [jax.device_put(_aligned_zeros(one.shape, one.dtype), one.device) for one in wanted]
+
+
 def allocate(
     plan: Plan,
     trees: list[str],
     devices: Mapping[str, Mapping[int, jax.Device]],
     held: frozenset[int],
     fitting: Mapping[Key, jax.Array] = MappingProxyType({}),
+    new: Callable[[Sequence[Wanted]], list[jax.Array]] = zeros,
 ) -> dict[str, Any]:
     """Zeroed buffers for every target, aliases sharing one: per tree, in its structure.
 
@@ -33,6 +53,7 @@ def allocate(
       devices: Of each tree, by rank counted from 0.
       held: Plan-wide ranks to allocate for; those of a part of a tree stand as `{rank: array}`.
       fitting: Buffers that are there already.
+      new: Makes the others.
 
     Raises:
       RegistrationError: The plan keeps targets that only an owner has.
@@ -42,26 +63,57 @@ def allocate(
             "registration: the plan keeps some targets untouched, but there is no owner that has them. Give the "
             "rollout's params."
         )
+    shared = _shared(plan, trees, held)
+    keys = [
+        (index, k, rank)
+        for index in plan.target_families
+        if plan.families[index].tree in trees
+        for k in range(plan.families[index].count)
+        for rank in sorted(held.intersection(plan.families[index].layout.ranks))
+    ]
+    base = {name: min(replica.ranks[0] for replica in plan.replicas if replica.tree == name) for name in trees}
+    absent = [key for key in keys if key not in shared and key not in fitting]
+    made = new([_wanted(plan, key, devices, base) for key in absent])
+    found = dict(fitting) | dict(zip(absent, made, strict=True))
     given: dict[str, Any] = {}
     for name in trees:
-        base = min(replica.ranks[0] for replica in plan.replicas if replica.tree == name)
-        local: dict[str, dict[int, jax.Array]] = {}
-        for index in plan.target_families:
-            family = plan.families[index]
-            if family.tree != name:
-                continue
-            for k, member in enumerate(family.names):
-                local[member] = {}
-                for rank in sorted(held.intersection(family.layout.ranks)):
-                    if (index, k, rank) in fitting:
-                        local[member][rank - base] = fitting[index, k, rank]
-                        continue
-                    zeros = _aligned_zeros(family.layout.buffer_shape(rank), np_dtype(family.layout.dtype))
-                    local[member][rank - base] = jax.device_put(zeros, devices[name][rank - base])
-        _share_aliases(plan, name, local)
+        families = [index for index in plan.target_families if plan.families[index].tree == name]
+        local: dict[str, dict[int, jax.Array]] = {m: {} for index in families for m in plan.families[index].names}
+        for key in keys:
+            if key[0] in families:
+                owner = key
+                while owner in shared:
+                    owner = shared[owner]
+                local[plan.families[key[0]].name(key[1])][key[2] - base[name]] = found[owner]
         is_whole = all(held.issuperset(replica.ranks) for replica in plan.replicas if replica.tree == name)
         given[name] = _in_structure(plan.targets.get(name) if is_whole else None, local)
     return given
+
+
+def _wanted(plan: Plan, key: Key, devices: Mapping[str, Mapping[int, jax.Device]], base: Mapping[str, int]) -> Wanted:
+    family, rank = plan.families[key[0]], key[2]
+    layout = family.layout
+    return Wanted(layout.buffer_shape(rank), np_dtype(layout.dtype), devices[family.tree][rank - base[family.tree]])
+
+
+def _shared(plan: Plan, trees: list[str], held: frozenset[int]) -> dict[Key, Key]:
+    """Of every alias whose shards can be those of what it is an alias of, these."""
+    out: dict[Key, Key] = {}
+    for name in trees:
+        families = [index for index in plan.target_families if plan.families[index].tree == name]
+        named = {member: (index, k) for index in families for k, member in enumerate(plan.families[index].names)}
+        for index in families:
+            family = plan.families[index]
+            if family.alias_of is None:
+                continue
+            for k in range(family.count):
+                other = named[name_pattern(family.alias_of).format({FAMILY: family.first + k})]
+                theirs = plan.families[other[0]].layout
+                for rank in held.intersection(family.layout.ranks, theirs.ranks):
+                    mine = family.layout.dtype, family.layout.buffer_shape(rank)
+                    if mine == (theirs.dtype, theirs.buffer_shape(rank)):
+                        out[index, k, rank] = (*other, rank)
+    return out
 
 
 def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
@@ -70,17 +122,6 @@ def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
     memory = np.zeros(nbytes + ALIGNMENT, np.uint8)
     skip = -memory.ctypes.data % ALIGNMENT
     return memory[skip : skip + nbytes].view(dtype).reshape(shape)
-
-
-def _share_aliases(plan: Plan, tree: str, local: dict[str, dict[int, jax.Array]]) -> None:
-    for index in plan.target_families:
-        family = plan.families[index]
-        if family.tree == tree and family.alias_of is not None:
-            for k, member in enumerate(family.names):
-                other = local[name_pattern(family.alias_of).format({FAMILY: family.first + k})]
-                for rank, array in local[member].items():
-                    if rank in other and other[rank].shape == array.shape and other[rank].dtype == array.dtype:
-                        local[member][rank] = other[rank]
 
 
 def _in_structure(tree: Tree | None, local: Mapping[str, Mapping[int, jax.Array]]) -> Any:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from shardfly_jax.buffers import allocate
+from shardfly_jax.buffers import Wanted, allocate, zeros
 from shardfly_jax.executors.choice import EXECUTORS, why_not_persistent as reasons_against
 from shardfly_jax.owners import Owner
 from shardfly_jax.planning import TARGET, Plan, Replicas
@@ -69,7 +69,10 @@ def register(
     held = held_ranks(plan, world, ranks)
     trees = trees_here(plan, held)
     devices = placed(plan, trees, placement, held)
-    given = allocate(plan, trees, devices, held) if owner is None else owners_of(owner, trees)
+    if owner is None:
+        given = allocate(plan, trees, devices, held, new=allocator(world, devices))
+    else:
+        given = owners_of(owner, trees)
     session = open_session(plan, given, devices, held, allocated=owner is None, executor=executor)
     return activated(session, plan, world)
 
@@ -120,6 +123,15 @@ def activated(session: Session, plan: Plan, world: World | MpiWorld | None) -> P
     elif plan.source is not None and all(device is not None for device in plan.source.devices):
         session.make_executor({rank: device for rank, device in enumerate(plan.source.devices) if device is not None})
     return dataclasses.replace(plan, session=session)
+
+
+def allocator(
+    world: World | MpiWorld | None, devices: Mapping[str, Mapping[int, jax.Device]]
+) -> Callable[[Sequence[Wanted]], list[jax.Array]]:
+    """What makes buffers on some devices, by tree and rank: where a world's other processes reach them, if it says."""
+    if world is None:
+        return zeros
+    return world.allocator([device for ranks in devices.values() for device in ranks.values()])
 
 
 def trees_here(plan: Plan, held: frozenset[int]) -> list[str]:

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from shardfly_jax.buffers import allocate
+from shardfly_jax.buffers import Wanted, allocate
 from shardfly_jax.executors.memory import Key
 from shardfly_jax.layout import is_module
 from shardfly_jax.owners import Owner
 from shardfly_jax.planning import Plan, replanned
-from shardfly_jax.registry import activated, check_placement, held_ranks, open_session, owners_of, placed, trees_here
+from shardfly_jax.registry import (
+    activated,
+    allocator,
+    check_placement,
+    held_ranks,
+    open_session,
+    owners_of,
+    placed,
+    trees_here,
+)
 from shardfly_jax.session import Session
 from shardfly_jax.sharding.errors import RegistrationError
 
@@ -101,7 +110,8 @@ def rescale(
         devices = placed(new, trees_here(new, held), _places(old, new, held, pairs, placement), held)
         estate = _Estate(old, new, pairs)
         if owner is None:
-            given = {name: _owner(estate, name, devices[name], held) for name in devices}
+            make = allocator(world, devices)
+            given = {name: _owner(estate, name, devices[name], held, make) for name in devices}
         else:
             given = owners_of(owner, list(devices))
         session = open_session(new, given, devices, held, allocated=False, executor=old.choice)
@@ -283,7 +293,13 @@ def _shard_of(layout: Any, rank: int) -> tuple[Any, ...]:
     return layout.shape, layout.dtype, layout.box(rank), layout.local_strides(rank)
 
 
-def _owner(estate: _Estate, tree: str, devices: Mapping[int, jax.Device], held: frozenset[int]) -> Any:
+def _owner(
+    estate: _Estate,
+    tree: str,
+    devices: Mapping[int, jax.Device],
+    held: frozenset[int],
+    new: Callable[[Sequence[Wanted]], list[jax.Array]],
+) -> Any:
     """Who holds a tree's buffers from now on, where the caller does not say."""
     owner: Owner | None = estate.old.owners.get(tree)
     if owner is not None:
@@ -296,7 +312,7 @@ def _owner(estate: _Estate, tree: str, devices: Mapping[int, jax.Device], held: 
                 f"rescale: the buffers of {tree!r} are owned by a {kind}, but its layout has changed. Change its "
                 "buffers and give it again as owner, or give a tree."
             )
-    return allocate(estate.new, [tree], {tree: devices}, held, estate.fitting(tree, held))[tree]
+    return allocate(estate.new, [tree], {tree: devices}, held, estate.fitting(tree, held), new)[tree]
 
 
 def _counted(old: Session, new: Session, serving: tuple[str, ...]) -> Rescaled:

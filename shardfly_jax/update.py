@@ -128,13 +128,22 @@ def _check_secs(what: str, wait_secs: float | None) -> None:
         raise ParamsMismatch(f"{what}: wait_secs is {wait_secs!r}, but a positive number of seconds is needed.")
 
 
-def receive(plan: Plan, *, wait_secs: float = PATIENCE_SECS, progress: Callable[[int], None] | None = None) -> Any:
+def receive(
+    plan: Plan,
+    *,
+    wait_secs: float = PATIENCE_SECS,
+    progress: Callable[[int], None] | None = None,
+    stream: Any = None,
+) -> Any:
     """Takes part in the next update, on a process without trainer ranks; see `sync`.
 
     Args:
       plan: A plan that is registered in a world.
       wait_secs: How long to wait for the update to begin. Afterwards the world's deadline counts.
       progress: As for `sync`.
+      stream: Of an engine that is not JAX and reads the buffers on a GPU: a `torch.cuda.Stream`, or the number of a
+        CUDA stream. Nothing is written before all that was queued on it has run; what is queued on any stream after
+        this returns sees the new weights.
 
     Returns:
       The rollout's params: new arrays at the registered addresses.
@@ -149,7 +158,7 @@ def receive(plan: Plan, *, wait_secs: float = PATIENCE_SECS, progress: Callable[
         )
     _check_secs("receive", wait_secs)
     with session.updating():
-        session.part.prepare(None, wait_secs, progress)()
+        session.part.prepare(None, wait_secs, progress, stream)()
         return session.handles()
 
 

@@ -83,6 +83,10 @@ class UpdateRefused(TransferError):
     """
 
 
+class UnknownOutcome(TransferError):
+    """A process that took part in a failed attempt may still write into this one's buffers; nothing else was."""
+
+
 class StillPending(ShardflyError, TimeoutError):
     """An update that goes on in the background has no outcome yet; nothing is wrong."""
 

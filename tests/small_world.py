@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 
 import shardfly_jax as sf
 from shardfly_jax.executors import host
-from shardfly_jax.executors.memory import host_bytes
+from shardfly_jax.executors.memory import Shard, fresh_handle, host_bytes
 from shardfly_jax.sharding import routing
 from shardfly_jax.sharding.moves import View
 from shardfly_jax.worlds import attempt, link
@@ -102,12 +102,19 @@ def meaning(seed: int, plan: sf.Plan) -> dict[tuple[int, int], np.ndarray]:
 def params_of(seed: int, ranks: list[int]) -> dict[str, Any]:
     """What the trainer ranks of one process hold, rank by rank."""
     whole = weights(seed)
-    devices = jax.devices("cpu")
+    devices = jax.local_devices()
     parts = {name: [x, x] if name == "norm" else [x[:8], x[8:]] for name, x in whole.items()}
     return {
         name: {r: jax.device_put(np.array(part[r]), devices[r % len(devices)]) for r in ranks}
         for name, part in parts.items()
     }
+
+
+def bytes_of(shard: Shard) -> np.ndarray:
+    """What a buffer holds."""
+    if shard.device.platform == "cpu":
+        return host_bytes(shard.address, shard.nbytes)
+    return np.asarray(fresh_handle(shard.array)).reshape(-1).view(np.uint8)
 
 
 def holds(plan: sf.Plan, seed: int) -> bool:
@@ -116,7 +123,7 @@ def holds(plan: sf.Plan, seed: int) -> bool:
     for (family, tensor, rank), shard in plan.registered().buffers.items():
         layout = plan.families[family].layout
         want = whole[family, tensor][tuple(slice(lo, hi) for lo, hi in layout.box(rank))]
-        flat = host_bytes(shard.address, shard.nbytes).view(want.dtype)
+        flat = bytes_of(shard).view(want.dtype)
         have = View(0, layout.local_shape(rank), layout.local_strides(rank)).of(flat)
         if np.ascontiguousarray(have).tobytes() != np.ascontiguousarray(want).tobytes():
             return False

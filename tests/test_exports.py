@@ -49,7 +49,9 @@ def test_descriptors_arrive_with_what_is_said_about_them(exports: Exports) -> No
         os.close(descriptor)  # the offer has its own
     neighbour = Neighbour(exports.path, SEAL, "a")
     for _ in range(2):
-        sizes, descriptors, back = neighbour.ask("buffers", 5.0)
+        answer = neighbour.ask("buffers", 5.0)
+        assert answer is not None
+        sizes, descriptors, back = answer
         assert (sizes, back) == ([3, 5], rows)
         assert [read(descriptor) for descriptor in descriptors] == [b"one", b"three"]
     neighbour.close()
@@ -57,13 +59,11 @@ def test_descriptors_arrive_with_what_is_said_about_them(exports: Exports) -> No
 
 def test_whoever_asks_early_waits_and_whoever_asks_in_vain_is_told(exports: Exports) -> None:
     neighbour = Neighbour(exports.path, SEAL, "a")
-    with pytest.raises(TransferError, match="did not offer it within 0"):
-        neighbour.ask("inboxes", 0.05)
+    assert neighbour.ask("inboxes", 0.05) is None
     threading.Timer(0.2, exports.offer, ("inboxes", [], [], [[1]])).start()
     assert neighbour.ask("inboxes", 10.0) == ([], [], [[1]])
     exports.withdraw("inb")
-    with pytest.raises(TransferError, match="did not offer it"):
-        neighbour.ask("inboxes", 0.05)
+    assert neighbour.ask("inboxes", 0.05) is None
     neighbour.close()
 
 

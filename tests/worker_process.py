@@ -20,12 +20,16 @@ PATIENCE_SECS = 45.0
 
 
 class Process:
-    """A worker process: commands in, answers out."""
+    """A worker process: commands in, answers out.
 
-    def __init__(self) -> None:
+    Args:
+      platforms: That JAX has there.
+    """
+
+    def __init__(self, platforms: str = "cpu") -> None:
         flags = "--xla_force_host_platform_device_count=2"
         path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-        env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": path}
+        env = {**os.environ, "JAX_PLATFORMS": platforms, "XLA_FLAGS": flags, "PYTHONPATH": path}
         self.popen = subprocess.Popen(
             [sys.executable, "-P", "-W", "ignore", "-c", PROGRAM],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True,

@@ -158,6 +158,7 @@ class PersistentExecutor:
         fixed: dict[Key | Inbox, int] = {key: shard.address for key, shard in buffers.items()}
         fixed |= {Inbox(number): array.unsafe_buffer_pointer() for number, array in self.inboxes.items()}
         phases = Phases(plan, tables, self.devices, fixed, here)
+        self._tables = tables
         self.works = {"ready": phases.ready(), "send": phases.send(), "finish": phases.finish()}
         self.idle = phases.idle
         works = [work for phase in self.works.values() for work in phase.values()]
@@ -175,6 +176,10 @@ class PersistentExecutor:
             for number in self.inboxes
         }
         return [Launch(of, self.devices[number], self.moving) for number, of in works.items() if of]
+
+    def ready_word(self, number: int) -> int:
+        """Word of a device's inbox, the first of two, in which it says *ready*."""
+        return self._tables.flag(optable.Flag.READY, number)
 
     @functools.cached_property
     def _readies(self) -> list[Launch]:

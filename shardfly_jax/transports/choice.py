@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
@@ -36,13 +37,26 @@ def why_not_mpi(devices: Iterable[jax.Device]) -> str | None:
     return _why_not_host(devices)
 
 
+def why_not_ipc(devices: Iterable[jax.Device]) -> str | None:
+    """Why processes cannot write straight into each other's memory of these devices; None if they can, on one host."""
+    devices = list(devices)
+    other = sorted({str(device) for device in devices if device.platform != "gpu"})
+    if other or not devices:
+        return f"{', '.join(other) or 'nothing here'} is no GPU"
+    if sys.platform != "linux":
+        return "it needs Linux, whose sockets carry descriptors of memory"
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+        return "cuda-bindings is not installed (pip install 'shardfly-jax[gpu]')"
+    return None
+
+
 def _absent(what: str) -> Callable[[Iterable[jax.Device]], str | None]:
     return lambda devices: f"{what} is not implemented yet"
 
 
 PROBES: Mapping[str, Callable[[Iterable[jax.Device]], str | None]] = MappingProxyType(
     {
-        "ipc": _absent("writing into another process' GPU memory"),
+        "ipc": why_not_ipc,
         "nvshmem": _absent("the symmetric heap"),
         "zmq": why_not_zmq,
         "mpi": why_not_mpi,
@@ -51,8 +65,14 @@ PROBES: Mapping[str, Callable[[Iterable[jax.Device]], str | None]] = MappingProx
 """Transports between processes, fastest first: each says why it cannot reach some devices, or None."""
 
 
-def choose(devices: Iterable[jax.Device]) -> tuple[str | None, dict[str, str]]:
+def choose(
+    devices: Iterable[jax.Device], known: Mapping[str, str] = MappingProxyType({})
+) -> tuple[str | None, dict[str, str]]:
     """The fastest transport that reaches the devices of this process; None if there is none.
+
+    Args:
+      devices: Of its ranks.
+      known: What speaks against some of them, besides.
 
     Returns:
       Its name, and the reasons against those that were passed over.
@@ -60,7 +80,7 @@ def choose(devices: Iterable[jax.Device]) -> tuple[str | None, dict[str, str]]:
     devices = list(devices)
     reasons: dict[str, str] = {}
     for name, probe in PROBES.items():
-        reason = probe(devices)
+        reason = probe(devices) or known.get(name)
         if reason is None:
             return name, reasons
         reasons[name] = reason

@@ -8,6 +8,7 @@ when it is merely stopped.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import shutil
@@ -15,7 +16,6 @@ import socket
 import struct
 import tempfile
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +27,8 @@ log = logging.getLogger("shardfly_jax.worlds")
 LENGTHS = struct.Struct("!II")
 """Before each message: bytes of its MAC and of its header."""
 MAX_DESCRIPTORS = 64
+ANSWER_SECS = 10.0
+"""How long an answer may take, besides the time for which the owner is to wait."""
 
 
 def _are_rows(x: Any) -> bool:
@@ -126,6 +128,9 @@ class Exports:
         self._socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    def _has(self, what: str) -> bool:
+        return what in self._offers
+
     def _accept(self) -> None:
         while True:
             try:
@@ -145,7 +150,7 @@ class Exports:
                     if who is None:
                         who = str(header["who"])
                         self._open[who] = self._open.get(who, 0) + 1
-                    self._changed.wait_for(lambda what=header["what"]: what in self._offers, header["secs"])
+                    self._changed.wait_for(functools.partial(self._has, header["what"]), header["secs"])
                     answer, given = self._offers.get(header["what"], ({"op": "lack"}, []))
                     _send(connection, self._seal, answer, given)
         except (Refused, OSError) as error:
@@ -178,26 +183,27 @@ class Neighbour:
                 "runs on another host or in another file system."
             ) from None
 
-    def ask(self, what: str, secs: float) -> tuple[list[int], list[int], list[list[int]]]:
+    def ask(self, what: str, secs: float) -> tuple[list[int], list[int], list[list[int]]] | None:
         """Asks for memory and waits for it.
 
         Returns:
-          Bytes and descriptor of each piece, which are the caller's to close, and what the owner says about them.
+          Bytes and descriptor of each piece, which are the caller's to close, and what the owner says about them; None
+          if it has not offered this in time.
 
         Raises:
-          TransferError: It has gone, or does not offer this in time.
+          TransferError: The owner has gone.
         """
-        self._socket.settimeout(secs + 1.0)
-        until = time.monotonic() + secs
+        self._socket.settimeout(secs + ANSWER_SECS)
         try:
             _send(self._socket, self._seal, {"op": "want", "who": self._name, "what": what, "secs": secs})
             message = _receive(self._socket, self._seal, ANSWERS)
         except (Refused, OSError) as error:
             raise TransferError(f"update: asking {self._path} for GPU memory failed: {error}.") from None
-        if message is None or message[0]["op"] == "lack":
-            why = "has ended" if message is None else f"did not offer it within {time.monotonic() - until + secs:.1f} s"
-            raise TransferError(f"update: the process at {self._path} {why}, when this one asked for its GPU memory.")
+        if message is None:
+            raise TransferError(f"update: the process at {self._path} has ended or refuses this world's token.")
         header, descriptors = message
+        if header["op"] == "lack":
+            return None
         if len(descriptors) != len(header["sizes"]):
             for descriptor in descriptors:
                 os.close(descriptor)

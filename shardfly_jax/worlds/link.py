@@ -137,6 +137,10 @@ class Link:
             raise WorldLost(f"world: {self.lost}. Call sf.connect again, then register the plan.")
         return None
 
+    def failed(self, epoch: int) -> Header | None:
+        """The message that ended an attempt, if it has come; it is left for `take`."""
+        return next((h for h in list(self._inbox) if h["op"] == "failed" and h["epoch"] == epoch), None)
+
     def wait(self, secs: float) -> Header | None:
         """The next message, for which it waits; None if none comes in time. Raises as `take`."""
         until = time.monotonic() + secs

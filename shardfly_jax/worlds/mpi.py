@@ -15,7 +15,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -25,6 +25,7 @@ import numpy as np
 from mpi4py import MPI
 
 from shardfly_jax.binding import Binding, bind, check_addresses, ready_shards
+from shardfly_jax.buffers import Wanted, zeros
 from shardfly_jax.executors import hostcopy
 from shardfly_jax.executors.memory import Key, host_bytes, wait_for_readers
 from shardfly_jax.sharding.errors import (
@@ -91,6 +92,10 @@ class MpiWorld:
         part = MpiPart(session, self)
         self._part = part
         return part
+
+    def allocator(self, devices: Sequence[jax.Device]) -> Callable[[Sequence[Wanted]], list[jax.Array]]:
+        """What makes the buffers of a plan: ordinary memory."""
+        return zeros
 
     def check(self, part: MpiPart | None) -> None:
         """Raises:
@@ -248,13 +253,15 @@ class MpiPart:
         return {name: version for name, version in self._others.items() if name not in self.own}
 
     def prepare(
-        self, params: Any, wait_secs: float | None, progress: Callable[[int], None] | None
+        self, params: Any, wait_secs: float | None, progress: Callable[[int], None] | None, stream: Any = None
     ) -> Callable[[], None]:
         """As `Part.prepare`. Where arguments are wrong it waits for the others, to tell them."""
         session = self.session
         patience = self.world.deadline_secs if wait_secs is None else wait_secs
         self.world.check(self)
         try:
+            if stream is not None:
+                raise ParamsMismatch("receive: stream is given, but the buffers are on CPU devices. Leave it out.")
             session.check_buffers()
             leaves, binding = bind(params, session) if self.sends else ([], None)
         except Exception as error:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from shardfly_jax.binding import Binding, bind, check_addresses, ready_shards
 from shardfly_jax.executors.memory import Key, host_bytes
 from shardfly_jax.sharding.errors import ParamsMismatch, RegistrationError, ShardflyError, SyncTimeout, WorldError
-from shardfly_jax.transports.choice import choose
 from shardfly_jax.transports.sockets import Incoming, Outgoing
 from shardfly_jax.worlds.attempt import Run, failure
 from shardfly_jax.worlds.rendezvous import GRACE_SECS
@@ -23,15 +22,29 @@ if TYPE_CHECKING:
     from shardfly_jax.worlds.world import World
 
 
+class Moving(Protocol):
+    """One attempt in this process.
+
+    Attributes:
+      complete: The replicas that hold all of the update, as the rendezvous said.
+    """
+
+    complete: set[str]
+
+    def run(self) -> None:
+        """Goes on until the outcome is known."""
+
+
 class Part:
     """What a process does for the ranks of a plan that it holds. Made by `register`.
 
     Args:
       session: With the buffers of its rollout ranks.
       world: Where the other ranks are found.
+      transport, passed_over: See below.
 
     Raises:
-      RegistrationError: No transport reaches the buffers, the world listens nowhere for payload, or the plan converts
+      RegistrationError: The world listens nowhere for payload, or the plan converts
         more than one element at a time.
       WorldError: Another living process holds one of its ranks.
 
@@ -40,15 +53,24 @@ class Part:
       passed_over: Why the faster transports are not used, by name.
     """
 
-    def __init__(self, session: Session, world: World):
+    def __init__(self, session: Session, world: World, transport: str, passed_over: Mapping[str, str]):
         self.session, self.world, self.held = session, world, session.held
+        self.transport, self.passed_over = transport, passed_over
         plan = session.plan
         self.sends = min(self.held) < plan.source_ranks
         self.own = frozenset(replica.name for replica in plan.replicas if self.held & set(replica.ranks))
-        self.transport, self.passed_over = choose(shard.device for shard in session.buffers.values())
-        if self.transport is None:
-            against = "; ".join(f"{name}: {reason}" for name, reason in self.passed_over.items())
-            raise RegistrationError(f"registration: no transport reaches the rollout's buffers: {against}.")
+        self._entry = 0
+        self._open()
+        world.hold(self)
+        try:
+            self._register()
+        except BaseException:
+            world.release(self)
+            raise
+
+    def _open(self) -> None:
+        """Prepares to carry payload."""
+        session, world, plan = self.session, self.world, self.session.plan
         if reason := why_not_carried(plan):
             raise RegistrationError(
                 f"registration: {reason}, which updates across processes do not support yet. Hold all ranks in one "
@@ -66,20 +88,21 @@ class Part:
                     "but this process listens nowhere. Say where: sf.connect(..., listen='tcp://127.0.0.1:0')."
                 )
             self._incoming = Incoming(world.context, world.listen, world.seal, self._steps.chunk_nbytes)
-        self._entry = 0
-        world.hold(self)
-        try:
-            self._register()
-        except BaseException:
-            world.release(self)
-            raise
 
     def close(self) -> None:
-        """Closes its sockets; the plan cannot be updated any more. An update that is pending ends first."""
+        """The plan cannot be updated any more. An update that is pending ends first."""
         self.session.end_pending()
+        self._close()
+
+    def _close(self) -> None:
         self._outgoing.reset()
         if self._incoming is not None:
             self._incoming.close()
+
+    @property
+    def _endpoint(self) -> str:
+        """Where others find what this process takes; empty if it takes nothing."""
+        return self._incoming.endpoint if self._incoming is not None else ""
 
     def _register(self) -> None:
         plan, link = self.session.plan, self.world.link
@@ -90,7 +113,7 @@ class Part:
             target_ranks=plan.target_ranks,
             held=sorted(self.held),
             replicas={replica.name: list(replica.ranks) for replica in plan.replicas},
-            endpoint=self._incoming.endpoint if self._incoming is not None else "",
+            endpoint=self._endpoint,
             versions={name: self.session.versions[name] for name in sorted(self.own)},
         )
         answer = self._next({"registered", "refused"}, link.deadline_secs + 2 * link.lost_secs)
@@ -130,7 +153,7 @@ class Part:
     # An update
 
     def prepare(
-        self, params: Any, wait_secs: float | None, progress: Callable[[int], None] | None
+        self, params: Any, wait_secs: float | None, progress: Callable[[int], None] | None, stream: Any = None
     ) -> Callable[[], None]:
         """Checks the arguments of one update; within `Session.updating`.
 
@@ -138,6 +161,7 @@ class Part:
           params: The trainer's; None on a process without trainer ranks.
           wait_secs: How long to wait for everybody else to take part; None for the world's deadline.
           progress: Called with bytes written to this process' buffers.
+          stream: See `receive`.
 
         Returns:
           Takes part in it.
@@ -166,7 +190,7 @@ class Part:
                 raise
             finally:
                 leaves.clear()  # an error that is kept would keep them
-            self._take_part(memory, patience, None if progress is None else session.guarded(progress))
+            self._take_part(memory, patience, None if progress is None else session.guarded(progress), stream)
             kept.clear()  # not before
 
         return take_part
@@ -183,13 +207,19 @@ class Part:
         return memory, [arrays, kept]
 
     def _take_part(
-        self, sources: dict[Key, np.ndarray], wait_secs: float, progress: Callable[[int], None] | None
+        self,
+        sources: dict[Key, np.ndarray],
+        wait_secs: float,
+        progress: Callable[[int], None] | None,
+        stream: Any,
     ) -> None:
         session = self.session
         begin = self._enter(wait_secs)
         run = self._run_of(begin, sources, progress if self.own else None)
         if self.own:
             try:
+                if stream is not None:
+                    self._wait_for_stream(stream)
                 session.wait_for_readers()
             except BaseException as error:
                 self._withdraw(f"{type(error).__name__} while it waited for readers")
@@ -202,6 +232,9 @@ class Part:
             raise
         finally:
             session.publish(self.own & run.complete, begin["number"])
+
+    def _wait_for_stream(self, stream: Any) -> None:
+        raise ParamsMismatch("receive: stream is given, but the buffers are on CPU devices. Leave it out.")
 
     def _withdraw(self, why: str) -> None:
         self.world.link.say("withdraw", entry=self._entry, why=why)
@@ -236,7 +269,7 @@ class Part:
                 self._withdraw(f"{type(error).__name__} while it waited for others")
             raise
 
-    def _run_of(self, begin: Header, sources: dict[Key, np.ndarray], progress: Callable[[int], None] | None) -> Run:
+    def _run_of(self, begin: Header, sources: dict[Key, np.ndarray], progress: Callable[[int], None] | None) -> Moving:
         return Run(
             self._steps,
             begin,

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import atexit
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
 import zmq
 
-from shardfly_jax.sharding.errors import WorldError
+from shardfly_jax.buffers import Wanted, zeros
+from shardfly_jax.sharding.errors import RegistrationError, WorldError
+from shardfly_jax.transports.choice import choose, why_not_ipc
 from shardfly_jax.worlds.link import Link
 from shardfly_jax.worlds.serving import Serving
 from shardfly_jax.worlds.wire import Seal
 
 if TYPE_CHECKING:
     from shardfly_jax.session import Session
+    from shardfly_jax.transports.exports import Exports
+    from shardfly_jax.transports.heap import Heap
     from shardfly_jax.worlds.part import Part
 
 
@@ -41,6 +47,8 @@ class World:
         self.context: zmq.Context[Any] = zmq.Context()
         self._serving: Serving | None = None
         self._part: Part | None = None
+        self._heap: Heap | None = None
+        self._exports: Exports | None = None
         try:
             if serve:
                 self._serving = Serving(self.context, address, self.seal, deadline_secs, lost_secs)
@@ -55,10 +63,51 @@ class World:
             raise
 
     def part_of(self, session: Session) -> Part:
-        """Takes part in a plan; see `Part`."""
+        """Takes part in a plan, by the fastest transport that reaches its buffers.
+
+        Raises:
+          RegistrationError: There is none; and as `Part`.
+        """
         from shardfly_jax.worlds.part import Part  # which imports the transports
 
-        return Part(session, self)
+        source = session.plan.source
+        trainers = [d for r, d in enumerate(source.devices) if r in session.held and d] if source is not None else []
+        buffers = list(session.buffers.values())
+        shares = not buffers or (self._heap is not None and all(self._heap.holds(shard.array) for shard in buffers))
+        known = {} if shares else {"ipc": "the buffers are an owner's; let sf.register(plan, world=...) allocate them"}
+        transport, passed_over = choose([*trainers, *(shard.device for shard in buffers)], known)
+        if transport is None:
+            against = "; ".join(f"{name}: {reason}" for name, reason in passed_over.items())
+            raise RegistrationError(f"registration: no transport reaches the rollout's buffers: {against}.")
+        if transport == "ipc":
+            from shardfly_jax.worlds.gpu_part import GpuPart
+
+            return GpuPart(session, self, transport, passed_over)
+        return Part(session, self, transport, passed_over)
+
+    def allocator(self, devices: Sequence[jax.Device]) -> Callable[[Sequence[Wanted]], list[jax.Array]]:
+        """What makes the buffers of a plan on some devices."""
+        if why_not_ipc(devices) is not None:
+            return zeros
+        return self.heap.allocate
+
+    @property
+    def heap(self) -> Heap:
+        """Of GPU memory that the others can map."""
+        if self._heap is None:
+            from shardfly_jax.transports.heap import Heap
+
+            self._heap = Heap()
+        return self._heap
+
+    @property
+    def exports(self) -> Exports:
+        """Where the others get it."""
+        if self._exports is None:
+            from shardfly_jax.transports.exports import Exports
+
+            self._exports = Exports(self.seal)
+        return self._exports
 
     def hold(self, part: Part) -> None:
         """Takes part in a plan; in one at a time, so the plan before it ends.
@@ -95,6 +144,8 @@ class World:
         if self._part is not None:
             self._part.close()
             self._part = None
+        if self._exports is not None:
+            self._exports.close()
         self.link.close()
         if self._serving is not None:
             self._serving.close()

@@ -1,0 +1,271 @@
+"""A process' part in a plan whose ranks are on GPUs: kernels write straight into other processes' buffers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+
+from shardfly_jax.binding import Binding, check_addresses, ready_shards
+from shardfly_jax.executors.memory import Key, Sources
+from shardfly_jax.executors.persistent import Others, PersistentExecutor, why_not
+from shardfly_jax.sharding.errors import ParamsMismatch, RegistrationError, SyncTimeout, TransferError, UnknownOutcome
+from shardfly_jax.sharding.optable import Inbox
+from shardfly_jax.transports.exports import Neighbour
+from shardfly_jax.transports.vmm import Mapping as MappedMemory, attach, wait_for_stream
+from shardfly_jax.worlds.attempt import failure
+from shardfly_jax.worlds.gpu_run import GpuRun
+from shardfly_jax.worlds.part import Part
+from shardfly_jax.worlds.wire import Header
+
+if TYPE_CHECKING:
+    from shardfly_jax.transports.vmm import SharedMemory
+
+
+Offered = tuple[list[int], list[int], list[list[int]]]
+"""Bytes and descriptors of pieces of memory, and rows about what lies in them."""
+ASK_SECS = 0.5
+"""How often a process that waits for another one's memory looks whether the attempt has ended."""
+
+
+class Place(NamedTuple):
+    """A device of another process.
+
+    Attributes:
+      process: Its name for this plan.
+      device: Number of the device there.
+    """
+
+    process: str
+    device: int
+
+    def __str__(self) -> str:
+        return f"cuda:{self.device} of process {self.process[:6]}"
+
+
+class Endpoint(NamedTuple):
+    """Where a process' memory is handed out, and which of its devices hold which ranks."""
+
+    path: str
+    process: str
+    devices: Mapping[int, int]
+
+    @classmethod
+    def parse(cls, text: str, rank: int) -> Endpoint:
+        """From what the process registered with.
+
+        Raises:
+          TransferError: It takes its payload another way.
+        """
+        try:
+            given = json.loads(text)
+            devices = {int(r): int(device) for r, device in given["devices"].items()}
+            return cls(str(given["path"]), str(given["process"]), devices)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise TransferError(
+                f"update: rank {rank} is not on a GPU of this host, but rank {rank} shares a plan with ranks that are. "
+                "Put all ranks of a plan on GPUs, or all on CPU devices."
+            ) from None
+
+    def __str__(self) -> str:
+        given = {"path": self.path, "process": self.process, "devices": {str(r): d for r, d in self.devices.items()}}
+        return json.dumps(given, sort_keys=True)
+
+
+class GpuPart(Part):
+    """See `Part`. What others write into is handed to them when the first attempt with them begins."""
+
+    def _open(self) -> None:
+        session, plan = self.session, self.session.plan
+        self.process = secrets.token_hex(8)
+        self._devices = {rank: shard.device for (_, _, rank), shard in session.buffers.items()}
+        self._sources_at = self._trainers()
+        self._devices |= self._sources_at
+        addresses = {key: shard.address for key, shard in session.buffers.items()}
+        if reasons := why_not(plan, set(self._devices.values()), addresses):
+            raise RegistrationError(f"registration: the persistent kernel cannot run this plan: {'; '.join(reasons)}.")
+        self._neighbours: dict[str, Neighbour] = {}
+        self._met: Mapping[str, str] | None = None
+        self._executor: PersistentExecutor | None = None
+        self._addresses: dict[Key | Inbox, int] = {}
+        self._mapped: list[MappedMemory] = []
+        self._doubtful: dict[str, float] = {}
+        self._offer(f"buffers {self.process}", addresses)
+
+    def _trainers(self) -> dict[int, jax.Device]:
+        """Devices of the trainer ranks of this process: as planned, or in turn."""
+        plan, local = self.session.plan, jax.local_devices()
+        ranks = [rank for rank in sorted(self.held) if rank < plan.source_ranks]
+        known = plan.source.devices if plan.source is not None else [None] * plan.source_ranks
+        return {rank: known[rank] or local[turn % len(local)] for turn, rank in enumerate(ranks)}
+
+    def _offer(self, what: str, addresses: Mapping[Any, int]) -> list[SharedMemory]:
+        """Lets others map what lies at some addresses: by (family, tensor, rank), or device number."""
+        pieces, places = self.world.heap.located(list(addresses.values()))
+        rows = [
+            [*(key if isinstance(key, tuple) else (key,)), *place] for key, place in zip(addresses, places, strict=True)
+        ]
+        self.world.exports.offer(what, [p.nbytes for p in pieces], [p.descriptor for p in pieces], rows)
+        return pieces
+
+    @property
+    def _endpoint(self) -> str:
+        numbers = {rank: device.local_hardware_id for rank, device in sorted(self._devices.items())}
+        return str(Endpoint(self.world.exports.path, self.process, numbers))
+
+    def _close(self) -> None:
+        self.world.exports.withdraw(f"buffers {self.process}")
+        self.world.exports.withdraw(f"inboxes {self.process}")
+        self._executor = None
+        for neighbour in self._neighbours.values():
+            neighbour.close()
+        self._neighbours = {}
+        self._mapped = []
+
+    # Who else there is
+
+    def _meet(self, endpoints: Mapping[str, str], epoch: int, until: float) -> None:
+        """Maps what others have, and prepares the kernels.
+
+        Args:
+          endpoints: Of every rank.
+          epoch: Of the attempt that begins with them.
+          until: When to give up.
+
+        Raises:
+          TransferError: Some process is not on a GPU of this host, or has ended.
+        """
+        plan, session = self.session.plan, self.session
+        self._met, self._executor, self._addresses, self._mapped = None, None, {}, []
+        by_rank = {int(rank): Endpoint.parse(text, int(rank)) for rank, text in endpoints.items()}
+        processes = {one.process: one for one in by_rank.values() if one.process != self.process}
+        for gone in self._neighbours.keys() - processes.keys():
+            self._neighbours.pop(gone).close()
+        for name, one in processes.items():
+            if name not in self._neighbours:
+                self._neighbours[name] = Neighbour(one.path, self.world.seal, self.process)
+        places = {
+            rank: Place(one.process, one.devices[rank])
+            for rank, one in by_rank.items()
+            if one.process != self.process and rank in one.devices
+        }
+        with contextlib.ExitStack() as stack:
+            ask = functools.partial(self._ask, stack, epoch, until)
+            offered = {name: ask(name, f"buffers {name}") for name in processes}
+            at = {
+                (row[0], row[1], row[2]): (name, row[3], row[4])
+                for name, (_, _, rows) in offered.items()
+                for row in rows
+            }
+            executor = PersistentExecutor(
+                plan, session.buffers, self._sources_at, Others(places, at.__getitem__, self.world.heap.words)
+            )
+            agreed = hashlib.sha256(json.dumps(endpoints, sort_keys=True).encode()).hexdigest()[:16]
+            mine = {number: array.unsafe_buffer_pointer() for number, array in executor.inboxes.items()}
+            self.world.exports.withdraw(f"inboxes {self.process}")
+            self._offer(f"inboxes {self.process} {agreed}", mine)
+            mapped: dict[tuple[str, str, int], MappedMemory] = {}
+            ordinals = sorted({device.local_hardware_id for device in self._devices.values()})
+
+            def reach(kind: str, name: str, found: Offered, piece: int, offset: int) -> int:
+                sizes, descriptors, _ = found
+                if (kind, name, piece) not in mapped:
+                    mapped[kind, name, piece] = attach(descriptors[piece], sizes[piece], ordinals)
+                return mapped[kind, name, piece].address + offset
+
+            inboxes: dict[str, Offered] = {}
+            for key in executor.moving:
+                if isinstance(key, Inbox):
+                    name = executor.devices[key.device].process
+                    if name not in inboxes:
+                        inboxes[name] = ask(name, f"inboxes {name} {agreed}")
+                    _, piece, offset = next(row for row in inboxes[name][2] if row[0] == key.device)
+                    self._addresses[key] = reach("inbox", name, inboxes[name], piece, offset)
+                elif key[2] not in self.held:
+                    name, piece, offset = at[key]
+                    self._addresses[key] = reach("buffers", name, offered[name], piece, offset)
+        self._mapped, self._executor, self._met = list(mapped.values()), executor, dict(endpoints)
+        session.executor = executor
+
+    def _ask(self, stack: contextlib.ExitStack, epoch: int, until: float, name: str, what: str) -> Offered:
+        """What a neighbour has; its descriptors are closed with the stack.
+
+        Raises:
+          SyncTimeout: It has not come by then.
+          Whatever ends the attempt meanwhile.
+        """
+        while time.monotonic() < until:
+            if (found := self._neighbours[name].ask(what, ASK_SECS)) is not None:
+                for descriptor in found[1]:
+                    stack.callback(os.close, descriptor)
+                return found
+            if (failed := self.world.link.failed(epoch)) is not None:
+                raise failure(failed)
+        raise SyncTimeout(f"update: process {name[:6]} did not offer its GPU memory in time; nothing was written.")
+
+    # An update
+
+    def _sources(self, leaves: list[Any], binding: Binding) -> tuple[Any, list[Any]]:
+        """This process' source shards, once they are computed."""
+        arrays, _ = ready_shards(leaves, binding)
+        for rank, device in binding.devices.items():
+            if device != self._sources_at[rank]:
+                raise ParamsMismatch(
+                    f"params: those of rank {rank} are on {device}, but it was registered on {self._sources_at[rank]}. "
+                    "Make the plan from the trainer's jax.Arrays, or ShapeDtypeStructs on a mesh of devices."
+                )
+        check_addresses(self.session, binding, arrays)
+        return arrays, [arrays]
+
+    def _run_of(self, begin: Header, sources: Any, progress: Callable[[int], None] | None) -> GpuRun:
+        link = self.world.link
+        until = time.monotonic() + link.deadline_secs
+        try:
+            self._check_doubts(begin["endpoints"])
+            if self._met != begin["endpoints"]:
+                self._meet(begin["endpoints"], begin["epoch"], until)
+        except BaseException as error:
+            self._withdraw(f"{type(error).__name__}: {error}"[:2000])
+            raise
+        assert self._executor is not None
+        addresses = dict(self._addresses)
+        if isinstance(sources, Sources):
+            addresses |= dict(sources.addresses.items())
+        return GpuRun(self, self._executor, begin, addresses, until=until, progress=progress)
+
+    def _wait_for_stream(self, stream: Any) -> None:
+        number = getattr(stream, "cuda_stream", stream)
+        if not isinstance(number, int):
+            raise ParamsMismatch(
+                f"receive: stream is a {type(stream).__name__}, but a torch.cuda.Stream or the number of a CUDA stream "
+                "is needed."
+            )
+        wait_for_stream(next(iter(self._devices.values())).local_hardware_id, number)
+
+    def doubt(self) -> None:
+        """After an attempt that failed: others may write here until their kernels have ended, which nobody knows."""
+        until = time.monotonic() + self.world.link.deadline_secs
+        self._doubtful = dict.fromkeys(self._neighbours, until)
+
+    def _check_doubts(self, endpoints: Mapping[str, str]) -> None:
+        """Raises:
+        UnknownOutcome: A process that took part in an attempt that failed may still write here.
+        """
+        here = {Endpoint.parse(text, int(rank)).process for rank, text in endpoints.items()}
+        exports, now = self.world.exports, time.monotonic()
+        for process, until in self._doubtful.items():
+            if process not in here and exports.may_write(process) and now < until:
+                raise UnknownOutcome(
+                    f"update: process {process[:6]} took part in an attempt that failed, is alive, and has not said "
+                    f"that its kernel has ended. End that process, or try again in {until - now:.0f} s, when it can no "
+                    "longer write."
+                )
+        self._doubtful = {}
