@@ -6,6 +6,7 @@ CUDA driver API, "Virtual Memory Management".
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import os
@@ -60,6 +61,10 @@ def _properties(ordinal: int) -> Any:
     return properties
 
 
+_exiting: list[bool] = []
+atexit.register(_exiting.append, True)
+
+
 class Mapping:
     """Memory at an address of this process, until it is closed or collected.
 
@@ -98,7 +103,7 @@ class Mapping:
             call("cuMemAddressFree", address, self.nbytes)
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # at exit the driver may be gone
+        if not _exiting:  # then the driver frees everything, and may be gone
             self.close()
 
 

@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
-
 from shardfly_jax.binding import Binding, check_addresses, ready_shards
 from shardfly_jax.executors.memory import Key, Sources
 from shardfly_jax.executors.persistent import Others, PersistentExecutor, why_not
@@ -23,7 +21,7 @@ from shardfly_jax.transports.exports import Neighbour
 from shardfly_jax.transports.vmm import Mapping as MappedMemory, attach, wait_for_stream
 from shardfly_jax.worlds.attempt import failure
 from shardfly_jax.worlds.gpu_run import GpuRun
-from shardfly_jax.worlds.part import Part
+from shardfly_jax.worlds.part import Part, trainer_devices
 from shardfly_jax.worlds.wire import Header
 
 if TYPE_CHECKING:
@@ -87,7 +85,7 @@ class GpuPart(Part):
         session, plan = self.session, self.session.plan
         self.process = secrets.token_hex(8)
         self._devices = {rank: shard.device for (_, _, rank), shard in session.buffers.items()}
-        self._sources_at = self._trainers()
+        self._sources_at = trainer_devices(session)
         self._devices |= self._sources_at
         addresses = {key: shard.address for key, shard in session.buffers.items()}
         if reasons := why_not(plan, set(self._devices.values()), addresses):
@@ -99,13 +97,6 @@ class GpuPart(Part):
         self._mapped: list[MappedMemory] = []
         self._doubtful: dict[str, float] = {}
         self._offer(f"buffers {self.process}", addresses)
-
-    def _trainers(self) -> dict[int, jax.Device]:
-        """Devices of the trainer ranks of this process: as planned, or in turn."""
-        plan, local = self.session.plan, jax.local_devices()
-        ranks = [rank for rank in sorted(self.held) if rank < plan.source_ranks]
-        known = plan.source.devices if plan.source is not None else [None] * plan.source_ranks
-        return {rank: known[rank] or local[turn % len(local)] for turn, rank in enumerate(ranks)}
 
     def _offer(self, what: str, addresses: Mapping[Any, int]) -> list[SharedMemory]:
         """Lets others map what lies at some addresses: by (family, tensor, rank), or device number."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+import jax
 import numpy as np
 
 from shardfly_jax.binding import Binding, bind, check_addresses, ready_shards
@@ -20,6 +21,14 @@ from shardfly_jax.worlds.wire import Header
 if TYPE_CHECKING:
     from shardfly_jax.session import Session
     from shardfly_jax.worlds.world import World
+
+
+def trainer_devices(session: Session) -> dict[int, jax.Device]:
+    """Devices of the trainer ranks of this process: as planned, or else in turn."""
+    plan, local = session.plan, jax.local_devices()
+    ranks = [rank for rank in sorted(session.held) if rank < plan.source_ranks]
+    known = plan.source.devices if plan.source is not None else [None] * plan.source_ranks
+    return {rank: known[rank] or local[turn % len(local)] for turn, rank in enumerate(ranks)}
 
 
 class Moving(Protocol):

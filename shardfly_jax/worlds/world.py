@@ -68,14 +68,14 @@ class World:
         Raises:
           RegistrationError: There is none; and as `Part`.
         """
-        from shardfly_jax.worlds.part import Part  # which imports the transports
+        from shardfly_jax.worlds.part import Part, trainer_devices  # which imports the transports
 
-        source = session.plan.source
-        trainers = [d for r, d in enumerate(source.devices) if r in session.held and d] if source is not None else []
         buffers = list(session.buffers.values())
         shares = not buffers or (self._heap is not None and all(self._heap.holds(shard.array) for shard in buffers))
         known = {} if shares else {"ipc": "the buffers are an owner's; let sf.register(plan, world=...) allocate them"}
-        transport, passed_over = choose([*trainers, *(shard.device for shard in buffers)], known)
+        transport, passed_over = choose(
+            [*trainer_devices(session).values(), *(shard.device for shard in buffers)], known
+        )
         if transport is None:
             against = "; ".join(f"{name}: {reason}" for name, reason in passed_over.items())
             raise RegistrationError(f"registration: no transport reaches the rollout's buffers: {against}.")
