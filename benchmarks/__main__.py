@@ -56,18 +56,20 @@ def main() -> None:
         "parts",
         nargs="*",
         metavar="PART",
-        help="planning, growth, simulated, updating (all by default), on_gpu, quantizing (need a GPU), on_gpus (two)",
+        help="planning, growth, simulated, updating (all by default), on_gpu, quantizing, processes (need a GPU), "
+        "on_gpus (needs two)",
     )
     parser.add_argument("--tables-only", action="store_true", help="only renew the README's tables from the JSON")
     parser.add_argument("--check", action="store_true", help="compare with the committed results; write nothing")
     options = parser.parse_args()
-    if "on_gpus" in options.parts and len(options.parts) > 1 and not options.tables_only:
-        parser.error("on_gpus goes alone: its programs need all memory of the GPUs")
-    if "on_gpus" in options.parts:
+    outside = {"on_gpus", "processes"} & {*options.parts}
+    if outside and len(options.parts) > 1 and not options.tables_only:
+        parser.error(f"{' and '.join(sorted(outside))} goes alone: its programs need the memory of the GPUs")
+    if outside:
         os.environ["JAX_PLATFORMS"] = "cpu"  # of this program; those that it starts take the GPUs
     os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if {"on_gpu", "quantizing"} & {*options.parts} else "cpu")
     os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-    from benchmarks import gpu_job, growth, on_gpu, planning, simulated, updating
+    from benchmarks import gpu_job, growth, on_gpu, planning, processes, simulated, updating
 
     console = Console()
 
@@ -86,11 +88,12 @@ def main() -> None:
         "updating": lambda: updating.run(console),
         "on_gpu": lambda: on_gpu.run(report),
         "quantizing": lambda: on_gpu.run(report, quantizing=True),
+        "processes": lambda: processes.run(report),
         "on_gpus": lambda: gpu_job.run(report, save if not options.check else lambda *_: None),
     }
     # planning first, whose memory is measured by the process' peak
     chosen = [part for part in runs if part in options.parts] or [
-        part for part in runs if part not in ("on_gpu", "quantizing", "on_gpus")
+        part for part in runs if part not in ("on_gpu", "quantizing", "processes", "on_gpus")
     ]
     if unknown := [part for part in options.parts if part not in runs]:
         parser.error(f"unknown parts {unknown}; choose from {', '.join(runs)}")

@@ -69,6 +69,10 @@ GUARDS = {
         keys=("model", "trainer", "rollout"),
         figures=(Figure(name="speedup_of_bests", more_is_better=True, margin=0.3),),
     ),
+    "processes": Guard(
+        keys=("case",),
+        figures=(Figure(name="of_wanted", more_is_better=True, margin=0.3),),
+    ),
     "on_gpu": Guard(
         keys=("case", "model", "layers", "trainer_dtype"),
         figures=KERNELS,

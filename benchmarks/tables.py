@@ -50,6 +50,21 @@ def _planning(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     return header, lines
 
 
+def _processes(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    header = ["update", "median (min to max)", "first one", "GPU memory grew", "rescale, kernels compiled"]
+    lines = [
+        [
+            row["case"],
+            "{:.2f} ms ({:.2f} to {:.2f})".format(*(1e3 * of(row["secs"]) for of in (statistics.median, min, max))),
+            f"{row['first_secs']:.2f} s" if "first_secs" in row else "",
+            f"{row['grown_nbytes'] / 1e6:.0f} MB" if "grown_nbytes" in row else "",
+            f"{row['rescale_secs']:.2f} s, {row['compiled']}" if "rescale_secs" in row else "",
+        ]
+        for row in rows
+    ]
+    return header, lines
+
+
 def _growth(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     series = list(dict.fromkeys(row["series"] for row in rows))
     at = {(row["series"], row["n"]): row for row in rows}
@@ -205,6 +220,7 @@ MAKERS = {
     "quantizing": _on_gpu,
     "on_gpus": _on_gpus,
     "peers": _peers,
+    "processes": _processes,
 }
 """The table of each part."""
 

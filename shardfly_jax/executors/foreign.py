@@ -67,7 +67,7 @@ ctypes.pythonapi.Py_IncRef(ctypes.py_object(_let_go))  # arrays may outlive this
 
 @atexit.register
 def _forget_deleters() -> None:
-    """Python cannot be called any more when the last arrays go, but XLA does call what was a deleter when it imported."""
+    """Python cannot be called any more when the last arrays go, but XLA calls whatever deleter it then finds."""
     nothing = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p)  # does no harm
     for managed, _ in _alive.values():
         managed.deleter = nothing
