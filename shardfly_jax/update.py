@@ -63,6 +63,8 @@ def sync(
       ParamsMismatch: `params` are not the planned ones. Nothing was written, the old version is still served.
       StaleBuffer: An owner rebound, deleted or donated a buffer. Nothing was written.
       UpdateRefused: An update that was begun with `wait=False` is not done. Nothing was written.
+      NotFinite: A tensor to be quantized holds NaN or infinity, here or in another process of a world. The replicas are
+        poisoned, as below.
       SyncTimeout, RankLost, UpdateRefused, WorldLost: In a world, another process failed; the message says whether
         anything was written.
       Any error in between: replicas are poisoned until the next complete update.

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from checks import poison_buffers
 from mpi4py import MPI
+from quantized_world import make_quantized_plan
 from small_world import cut_small, make_plan, params_of, served, target_of
 
 import shardfly_jax as sf
@@ -36,9 +37,9 @@ class Process:
         self.held = HELD[self.number]
         self.plan = sf.register(make_plan(), world=self.world, ranks=self.held)
 
-    def update(self, seed: int, **options: Any) -> Any:
+    def update(self, seed: int, spoiled: bool = False, **options: Any) -> Any:
         if self.number < 2:
-            return sf.sync(params_of(seed, self.held), self.plan, **options)
+            return sf.sync(params_of(seed, self.held, spoiled), self.plan, **options)
         return sf.receive(self.plan, **options)
 
     def serves(self, *seeds: int) -> str:
@@ -123,6 +124,46 @@ def good(me: Process) -> None:
     me.expect(sf.WorldLost, "closed", lambda: me.update(9))
 
 
+def quantized(me: Process) -> None:
+    """Trainers share blocks; codes, scales and their maxima travel."""
+    me.plan = sf.register(make_quantized_plan(), world=me.world, ranks=me.held)
+    for seed in (1, 2):
+        poison_buffers(me.plan)
+        me.update(seed)
+        assert me.serves(seed) == (str(seed) if me.number >= 2 else "no rollout")
+    say("updates")
+
+    me.expect(sf.NotFinite, "target 'h.1.", lambda: me.update(3, spoiled=True))
+    assert me.serves(2, 3) == ("poisoned" if me.number >= 2 else "no rollout")
+    say("refusal")
+    me.update(4)
+    assert me.serves(4) == ("4" if me.number >= 2 else "no rollout")
+    say("healed")
+
+
+def fault_among_maxima(signal_: int) -> Callable[[Process], None]:
+    """A trainer gets a signal before it sends its second maxima."""
+
+    def run(me: Process) -> None:
+        me.plan = sf.register(make_quantized_plan(), world=me.world, ranks=me.held)
+        me.update(1)
+        say("updated")
+        send, sent = me.world.send, []
+
+        def send_or_end(payload: Any, process: int) -> None:
+            sent.append(process)
+            if sent.count(0) == 2:
+                os.kill(os.getpid(), signal_)
+            send(payload, process)
+
+        if me.number == 1:
+            me.world.send = send_or_end
+        me.update(2)
+        say("went on")
+
+    return run
+
+
 def fault(signal_: int, at: str) -> Callable[[Process], None]:
     """Process 2 gets a signal before an update, or in the midst of it."""
 
@@ -153,9 +194,12 @@ def miss(me: Process) -> None:
 
 SCENARIOS: dict[str, tuple[float, Callable[[Process], None]]] = {
     "good": (60.0, good),
+    "quantized": (60.0, quantized),
     "miss": (3.0, miss),
     "kill-vote": (60.0, fault(signal.SIGKILL, "vote")),
     "kill-move": (60.0, fault(signal.SIGKILL, "move")),
+    "kill-maxima": (60.0, fault_among_maxima(signal.SIGKILL)),
+    "stop-maxima": (4.0, fault_among_maxima(signal.SIGSTOP)),
     "stop-vote": (4.0, fault(signal.SIGSTOP, "vote")),
     "stop-move": (4.0, fault(signal.SIGSTOP, "move")),
 }

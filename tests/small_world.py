@@ -25,6 +25,7 @@ import shardfly_jax as sf
 from shardfly_jax.executors import host
 from shardfly_jax.executors.memory import Shard, fresh_handle, host_bytes
 from shardfly_jax.sharding import routing
+from shardfly_jax.sharding.evaluate import evaluate
 from shardfly_jax.sharding.moves import View
 from shardfly_jax.worlds import attempt, link
 
@@ -82,7 +83,7 @@ def weights(seed: int) -> dict[str, np.ndarray]:
 
 
 def meaning(seed: int, plan: sf.Plan) -> dict[tuple[int, int], np.ndarray]:
-    """Whole targets of an update by (family, tensor), in plain NumPy."""
+    """Whole targets of an update by (family, tensor): in plain NumPy, or, where they are quantized, as stated."""
     whole = weights(seed)
     out = {}
     for index in plan.target_families:
@@ -90,6 +91,10 @@ def meaning(seed: int, plan: sf.Plan) -> dict[tuple[int, int], np.ndarray]:
         for k, name in enumerate(family.names):
             if name == "norm":
                 value = whole["norm"]
+            elif not name.endswith(("wt", "w2")):
+                assert family.expr is not None
+                stated, cuts = family.expr.astype(family.layout.dtype), family.cuts
+                value = evaluate(stated, lambda name, i: whole[name.format(i=i)], family.first + k, cuts)
             else:
                 x = whole[name.rsplit(".", 1)[0] + ".w"]
                 value = (
@@ -99,9 +104,10 @@ def meaning(seed: int, plan: sf.Plan) -> dict[tuple[int, int], np.ndarray]:
     return out
 
 
-def params_of(seed: int, ranks: list[int]) -> dict[str, Any]:
-    """What the trainer ranks of one process hold, rank by rank."""
+def params_of(seed: int, ranks: list[int], spoiled: bool = False) -> dict[str, Any]:
+    """What the trainer ranks of one process hold, rank by rank; where it is spoiled, one value of rank 1 is NaN."""
     whole = weights(seed)
+    whole["h.1.w"][9, 3] = np.nan if spoiled else whole["h.1.w"][9, 3]
     devices = jax.local_devices()
     parts = {name: [x, x] if name == "norm" else [x[:8], x[8:]] for name, x in whole.items()}
     return {
@@ -142,7 +148,10 @@ def served(plan: sf.Plan, seeds: list[int]) -> str:
 
 
 class Faults:
-    """What goes wrong in this process, and when. Sits where messages and chunks leave and arrive."""
+    """What goes wrong in this process, and when. Sits where messages and chunks leave and arrive.
+
+    Chunks for rollouts pass `send` and `take`, those that trainers send each other `tell` and `told`.
+    """
 
     def __init__(self) -> None:
         self.point, self.left, self.action = "", 0, ""
@@ -180,14 +189,16 @@ class Faults:
                 link_receive(self, frames)
 
         def send_chunk(self: Any, endpoint: str, header: dict[str, Any], payload: Any) -> None:
-            for k in range(faults.at("send")):
+            for k in range(faults.at("tell" if header["target"] < 2 else "send")):
                 while k and not self.has_room(endpoint):
                     self.socket(endpoint).poll(100, 2)  # zmq.POLLOUT
                 chunk_send(self, endpoint, header, payload)
 
         def take(self: Any) -> Any:
             message = chunk_take(self)
-            return message if message is None or faults.at("take") else chunk_take(self)
+            if message is None:
+                return None
+            return message if faults.at("told" if message[0]["target"] < 2 else "take") else chunk_take(self)
 
         faults = self
         link.Link._send, link.Link._receive = send, receive  # type: ignore[method-assign]
@@ -204,12 +215,16 @@ class Worker:
         self.world: Any = None
         self.ranks: list[int] = []
 
-    def join(self, address: str, ranks: list[int], replicas: int = 2, tp: int = 2) -> dict[str, Any]:
+    def join(
+        self, address: str, ranks: list[int], replicas: int = 2, tp: int = 2, quantized: bool = False
+    ) -> dict[str, Any]:
+        from quantized_world import make_quantized_plan  # which imports this module
+
         if self.world is not None:
             self.world.close()
         self.ranks = ranks
-        self.plan = make_plan(replicas=replicas, tp=tp)
-        listen = "tcp://127.0.0.1:0" if max(ranks) >= 2 else None
+        self.plan = (make_quantized_plan if quantized else make_plan)(replicas=replicas, tp=tp)
+        listen = "tcp://127.0.0.1:0" if quantized or max(ranks) >= 2 else None
         self.world = sf.connect(address, TOKEN, listen=listen, name="-".join(map(str, ranks)), deadline_secs=30)
         self.plan = sf.register(self.plan, world=self.world, ranks=ranks)
         return {}
@@ -227,11 +242,11 @@ class Worker:
     def _addresses(self) -> set[int]:
         return {shard.address for shard in self.plan.registered().buffers.values()}
 
-    def update(self, seed: int, fault: tuple[str, int, str] | None = None) -> dict[str, Any]:
+    def update(self, seed: int, fault: tuple[str, int, str] | None = None, spoiled: bool = False) -> dict[str, Any]:
         self.faults.plan(*(fault or ("", 0, "")))
         trainers = [rank for rank in self.ranks if rank < 2]
         if trainers:
-            sf.sync(params_of(seed, trainers), self.plan)
+            sf.sync(params_of(seed, trainers, spoiled), self.plan)
         else:
             sf.receive(self.plan, wait_secs=6)
         return {"versions": dict(self.plan.version)}

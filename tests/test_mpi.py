@@ -48,7 +48,16 @@ def test_four_processes_update_refuse_heal_and_rescale() -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("at", ["vote", "move"])
+def test_four_processes_quantize_what_two_trainers_share_and_refuse_what_is_not_finite() -> None:
+    done, _ = run("quantized")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.split()
+    checks = ["updates", "refusal", "healed", "done"]
+    assert {check: lines.count(check) for check in checks} == dict.fromkeys(checks, PROCESSES), done.stderr
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("at", ["vote", "move", "maxima"])
 @pytest.mark.parametrize("action", ["kill", "stop"])
 def test_a_lost_rank_ends_the_job_and_nobody_goes_on(action: str, at: str) -> None:
     done, secs = run(f"{action}-{at}")
@@ -58,7 +67,7 @@ def test_a_lost_rank_ends_the_job_and_nobody_goes_on(action: str, at: str) -> No
     assert "AssertionError" not in done.stderr, done.stderr
     if (action, at) == ("stop", "vote"):
         assert "WorldLost: world: process 2 (ranks [2, 3]) did not come to 'update' within 4 s" in done.stdout
-    elif (action, at) == ("stop", "move"):
+    elif action == "stop":
         assert "SyncTimeout: after 4 s rank" in done.stderr, done.stderr
     else:  # the launcher notices at once, long before the deadline of 60 s
         assert secs < 50

@@ -220,6 +220,19 @@ def test_reports_in_a_circle_end_too() -> None:
     assert world.last("t")["kind"] == "timeout"
 
 
+@pytest.mark.parametrize("order", [("t", "a1"), ("a1", "t")], ids=str)
+def test_a_circle_is_cut_at_the_rank_that_needed_nobody(order: tuple[str, str]) -> None:
+    """The trainer misses maxima that a1 found by itself, and cannot tell a1 what it waits for."""
+    world = World()
+    epoch = world.at_the_deadline()
+    reports = {"t": ("withheld", 1, "rank 0 waited for rank 1"), "a1": ("timeout", 0, "rank 1 waited for rank 0")}
+    for who in order:
+        kind, rank, why = reports[who]
+        world.say(who, "fail", epoch=epoch, kind=kind, phase="send", rank=rank, why=why)
+    world.pass_time(GRACE_SECS * 1.1)
+    assert {world.last(who)["why"] for who in HELD} == {"rank 0 waited for rank 1"}
+
+
 def test_a_replacement_waits_until_its_rank_is_free() -> None:
     world = World()
     world.started()

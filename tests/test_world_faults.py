@@ -1,91 +1,18 @@
-"""Faults of an update across processes: whoever dies, stops or is not heard, nobody hangs and nobody serves a mixture.
-
-Five processes (two trainers, a rollout of two processes, a rollout of one) and the rendezvous in this one. They are
-kept from scenario to scenario; who dies is replaced, who was stopped goes on and joins again later.
-"""
+"""Faults of an update across processes: whoever dies, stops or is not heard, nobody hangs or serves a mixture."""
 
 from __future__ import annotations
 
-import dataclasses
 import random
-import signal
 from collections.abc import Iterator
 
 import pytest
 
 pytest.importorskip("zmq", reason="needs pyzmq (the zmq extra)")
 
-from small_world import RANKS, TOKEN
-from worker_process import PATIENCE_SECS, Process
+from fault_pool import DEADLINE_SECS, LOST_SECS, ROLLOUTS, TRAINERS, Pool, Scenario, Shared, run_scenario
+from small_world import TOKEN
 
 import shardfly_jax as sf
-
-DEADLINE_SECS = 3.0
-LOST_SECS = 4.0
-TRAINERS, ROLLOUTS = ("t0", "t1"), ("r0", "r1", "r2")
-
-
-class Pool:
-    """The five processes and spare ones."""
-
-    def __init__(self, address: str):
-        self.address = address
-        self.spares = [Process(), Process()]
-        self.at = {role: Process() for role in RANKS}
-        self.seed = self.version = 0
-        self.is_whole = True
-        for role in RANKS:
-            self.at[role].ask("join", address=address, ranks=RANKS[role])
-        for role in RANKS:
-            assert self.at[role].answer()["outcome"] == "ok"
-
-    def replace(self, role: str) -> None:
-        """Puts a spare process in the place of one."""
-        self.at[role] = self.spares.pop(0)
-        answer = self.at[role].call("join", address=self.address, ranks=RANKS[role])
-        assert answer["outcome"] == "ok", answer
-        if len(self.spares) < 2:
-            self.spares.append(Process())
-
-    def begin(self, fault: tuple[str, tuple[str, int, str]] | None = None) -> int:
-        """Begins an update of fresh weights, with a fault in one process; its seed."""
-        self.seed += 1
-        for role, process in self.at.items():
-            mine = fault[1] if fault is not None and fault[0] == role else None
-            process.ask("update", seed=self.seed, fault=mine)
-        return self.seed
-
-    def serves(self, role: str) -> str:
-        return self.at[role].call("serves", seeds=list(range(self.seed, 0, -1)))["serves"]
-
-    def check_update(self) -> None:
-        """An update without faults is right in every byte everywhere, and all versions are equal."""
-        before = self.version
-        seed = self.begin()
-        answers = {role: process.answer() for role, process in self.at.items()}
-        assert {role: answer["outcome"] for role, answer in answers.items()} == dict.fromkeys(RANKS, "ok"), answers
-        versions = set(answers["t0"]["versions"].values())
-        assert len(versions) == 1
-        self.version = versions.pop()
-        assert self.version > before
-        assert {self.serves(role) for role in ROLLOUTS} == {str(seed)}
-
-    def end(self) -> None:
-        for process in [*self.at.values(), *self.spares]:
-            process.end()
-
-
-class Shared:
-    """The rendezvous, and the pool that scenarios share as long as none of them fails."""
-
-    def __init__(self, address: str):
-        self.address = address
-        self.pool: Pool | None = None
-
-    def end(self) -> None:
-        if self.pool is not None:
-            self.pool.end()
-        self.pool = None
 
 
 @pytest.fixture(scope="module")
@@ -100,26 +27,9 @@ def shared() -> Iterator[Shared]:
 
 @pytest.fixture
 def pool(shared: Shared) -> Iterator[Pool]:
-    """Five processes that have done an update."""
-    if shared.pool is None:
-        shared.pool = Pool(shared.address)
-        shared.pool.check_update()
-    yield shared.pool
-    if not shared.pool.is_whole:
+    yield (pool := shared.whole())
+    if not pool.is_whole:
         shared.end()
-
-
-@dataclasses.dataclass(frozen=True)
-class Scenario:
-    """What goes wrong: who gets where how often, and what happens to it then."""
-
-    role: str
-    point: str
-    n: int
-    action: str
-
-    def __str__(self) -> str:
-        return f"{self.action}-{self.role}-{self.point.replace(' ', '_')}-{self.n}"
 
 
 def scenarios() -> list[Scenario]:
@@ -150,58 +60,10 @@ def scenarios() -> list[Scenario]:
     return list(dict.fromkeys(out))
 
 
-TYPED = {"RankLost", "SyncTimeout", "WorldLost", "UpdateRefused"}
-EARLY = {"say enter", "hear begin", "say ready", "hear go", "take", "send", "say arrived"}
-"""Points at which no update can be complete for everybody."""
-
-
-def check_survivors(pool: Pool, scenario: Scenario, seed: int, before: int) -> None:
-    """Everybody has an outcome: the new weights in every byte, or a typed error and nothing that is a mixture."""
-    gone = scenario.action in ("kill", "stop")
-    answers = {role: p.answer() for role, p in pool.at.items() if not (gone and role == scenario.role)}
-    named = [f"rank {rank}" for rank in RANKS[scenario.role]]
-    for role, answer in answers.items():
-        assert answer["outcome"] in {"ok", *TYPED}, answer
-        if gone and answer["outcome"] != "ok":
-            assert any(name in answer["message"] for name in named), answer
-        elif answer["outcome"] != "ok":
-            assert "rank" in answer["message"], answer
-        if role in ROLLOUTS:
-            allowed = {str(seed)} if answer["outcome"] == "ok" else {str(before), str(seed), "poisoned", "empty"}
-            assert pool.serves(role) in allowed, (role, answer)
-    if gone and scenario.point in EARLY:
-        failed = [role for role in TRAINERS if role in answers and answers[role]["outcome"] != "ok"]
-        assert failed == [role for role in TRAINERS if role in answers], answers
-    if scenario.action == "double":
-        assert {answer["outcome"] for answer in answers.values()} == {"ok"}, answers
-
-
 def test_there_are_enough_scenarios() -> None:
     assert len(scenarios()) >= 40
 
 
 @pytest.mark.parametrize("scenario", scenarios(), ids=str)
 def test_nobody_hangs_and_nobody_serves_a_mixture(pool: Pool, scenario: Scenario) -> None:
-    before = pool.seed
-    pool.is_whole = False  # until the end
-    victim = pool.at[scenario.role]
-    seed = pool.begin((scenario.role, (scenario.point, scenario.n, scenario.action)))
-    if scenario.action == "stop":
-        victim.wait_until_stopped()
-    check_survivors(pool, scenario, seed, before)
-    if scenario.action == "kill":
-        assert victim.popen.wait(timeout=PATIENCE_SECS) == -signal.SIGKILL
-        victim.end()
-        pool.replace(scenario.role)
-    if scenario.action == "stop":
-        pool.replace(scenario.role)
-    pool.check_update()  # heals whatever the fault left
-    if scenario.action == "stop":
-        victim.popen.send_signal(signal.SIGCONT)
-        assert victim.answer()["outcome"] in {"ok", *TYPED}
-        late = victim.call("serves", seeds=[seed, before])["serves"]
-        assert late in {"no rollout", "poisoned", "empty", str(before), str(seed)}
-        assert {pool.serves(role) for role in ROLLOUTS} == {str(pool.seed)}, "a late writer touched a later version"
-        pool.check_update()
-        pool.spares.append(victim)
-    pool.is_whole = True
+    run_scenario(pool, scenario)

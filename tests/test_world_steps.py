@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from random_problems import Case, cases, expected_buffers, source_buffers
+from random_quantized import quantized_cases
 
 pytest.importorskip("zmq", reason="needs pyzmq (the zmq extra)")
 
@@ -90,11 +91,22 @@ def run_in_processes(case: Case, plan: Plan, dealt: list[int], seed: int) -> Non
         assert have[key].tobytes() == flat.tobytes(), key
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=SLOW)
-@given(cases(max_depth=3), st.integers(1, 4), st.integers(0, 1 << 30))
-def test_any_dealing_of_ranks_to_processes_gives_the_meaning(case: Case, n: int, seed: int) -> None:
+def deal(case: Case, n: int, seed: int) -> None:
+    """Deals the ranks of a case to up to `n` processes, with chunks of some size, and runs it."""
     plan = case.plan()
     rng = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host, "CHUNK_NBYTES", rng.choice([16, 100, 1 << 20]))
         run_in_processes(case, plan, [rng.randrange(n) for _ in range(plan.ranks)], seed)
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=SLOW)
+@given(cases(max_depth=3), st.integers(1, 4), st.integers(0, 1 << 30))
+def test_any_dealing_of_ranks_to_processes_gives_the_meaning(case: Case, n: int, seed: int) -> None:
+    deal(case, n, seed)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=SLOW)
+@given(quantized_cases(), st.integers(1, 6), st.integers(0, 1 << 30))
+def test_so_it_does_where_blocks_are_quantized(case: Case, n: int, seed: int) -> None:
+    deal(case, n, seed)

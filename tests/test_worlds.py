@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import pickle
@@ -444,19 +443,6 @@ def test_ranks_and_endpoints_that_cannot_work_are_refused(rendezvous: Any) -> No
     ):
         with pytest.raises(sf.WorldError, match=words):
             sf.connect(**{"address": rendezvous.address, "token": TOKEN, **options})
-
-
-@dataclasses.dataclass(frozen=True)
-class Blockwise:
-    """A step of a conversion that looks at several elements."""
-
-
-def test_conversions_that_are_not_elementwise_are_refused(rendezvous: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = make_plan()
-    monkeypatch.setattr(type(plan.conversions[0]), "describe", lambda self: "in blocks")
-    strange = dataclasses.replace(plan.conversions[0], steps=(*plan.conversions[0].steps, Blockwise()))
-    with pytest.raises(sf.RegistrationError, match="the conversion in blocks needs more than one element"):
-        Process(rendezvous, [0, 1], dataclasses.replace(plan, conversions=(strange, *plan.conversions[1:])))
 
 
 # pyzmq and transports

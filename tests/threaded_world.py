@@ -56,17 +56,17 @@ class Process:
     def trainers(self) -> list[int]:
         return [rank for rank in self.ranks if rank < 2]
 
-    def update(self, seed: int, **options: Any) -> Any:
+    def update(self, seed: int, spoiled: bool = False, **options: Any) -> Any:
         if self.trainers:
-            return sf.sync(params_of(seed, self.trainers), self.plan, **options)
+            return sf.sync(params_of(seed, self.trainers, spoiled), self.plan, **options)
         return sf.receive(self.plan, **{"wait_secs": 10, **options})
 
 
 class Processes:
     """Several of them."""
 
-    def __init__(self, rendezvous: Any, *spread: list[int]):
-        self.all = [Process(rendezvous, ranks) for ranks in spread]
+    def __init__(self, rendezvous: Any, *spread: list[int], make: Callable[[], sf.Plan] = make_plan):
+        self.all = [Process(rendezvous, ranks, make()) for ranks in spread]
 
     def update(self, seed: int) -> list[Any]:
         return together(*(lambda process=process: process.update(seed) for process in self.all))

@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import jax
 import numpy as np
 
-from shardfly_jax.executors import hostcopy, hostquantize
+from shardfly_jax.executors import hostquantize
 from shardfly_jax.executors.memory import Key, Shard, Sources, host_bytes, nothing_left
 from shardfly_jax.sharding.errors import NotFinite
 from shardfly_jax.sharding.formats import Conversion, np_dtype
@@ -105,7 +105,7 @@ class HostExecutor:
         if move.hop and self.buffers[source].address == self.buffers[target].address:
             self._shared_nbytes += self.plan.move_nbytes(move)
             return  # an alias that shares its buffer
-        for read, part in chunks(source_view(move, k), write, move_size(move) * flat.itemsize):
+        for read, part in chunks((source_view(move, k), write), move_size(move) * flat.itemsize):
             yield _Item(source, read, part.of(flat), conversion, target)
 
     def _quantizing(self, move: Move, k: int, target: np.ndarray, conversion: Conversion, merges: bool) -> _Item:
@@ -171,14 +171,8 @@ class HostExecutor:
             found = hostquantize.amax(source, conversion, item.within)
             with self._merging:
                 np.maximum(item.target, found, out=item.target)
-        elif conversion.reduces:
-            hostquantize.scales(item.target, source, conversion, item.within)
-        elif conversion.encodes is not None:
-            hostquantize.encode(item.target, source, conversion, item.within, item.slots)
-        elif item.source is None:
-            item.target[...] = conversion.apply(source)
         else:
-            hostcopy.copy(item.target, source, conversion)
+            hostquantize.write(item.target, source, conversion, item.within, item.slots)
 
 
 def _finish(claims: Iterator[_Item], workers: list[Future[None]]) -> None:
@@ -199,17 +193,24 @@ def _finish(claims: Iterator[_Item], workers: list[Future[None]]) -> None:
         raise KeyboardInterrupt
 
 
-def chunks(read: View, write: View, nbytes: int) -> Iterator[tuple[View, View]]:
-    """Cuts a copy along its outermost dimension into parts that workers can share."""
-    parts = min(-(-nbytes // CHUNK_NBYTES), write.extents[0]) if write.extents else 1
-    edges = [k * write.extents[0] // parts for k in range(parts + 1)] if parts > 1 else []
+def chunks(views: tuple[View, ...], nbytes: int, axis: int = 0) -> Iterator[tuple[View, ...]]:
+    """Cuts views of one shape along one dimension into parts that workers can share.
+
+    Args:
+      views: What a move reads and writes, and what else goes with each of its elements.
+      nbytes: Of the largest; parts have about `CHUNK_NBYTES`.
+      axis: The dimension; the outermost one makes the longest runs.
+    """
+    extents = views[0].extents
+    parts = min(-(-nbytes // CHUNK_NBYTES), extents[axis]) if extents else 1
+    edges = [k * extents[axis] // parts for k in range(parts + 1)] if parts > 1 else []
     if not edges:
-        yield read, write
+        yield views
     for lo, hi in itertools.pairwise(edges):
-        first, second = (
-            View(v.offset + lo * v.strides[0], (hi - lo, *v.extents[1:]), v.strides) for v in (read, write)
+        yield tuple(
+            View(v.offset + lo * v.strides[axis], (*v.extents[:axis], hi - lo, *v.extents[axis + 1 :]), v.strides)
+            for v in views
         )
-        yield first, second
 
 
 def is_host(devices: set[jax.Device]) -> bool:

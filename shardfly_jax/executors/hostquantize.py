@@ -12,13 +12,39 @@ from collections.abc import Iterator
 import numpy as np
 
 from shardfly_jax.executors import hostcopy
-from shardfly_jax.sharding.formats import Amax, Conversion, Encode, check_finite, np_dtype
+from shardfly_jax.sharding.formats import Amax, Conversion, Encode, Fill, check_finite, np_dtype
 from shardfly_jax.sharding.quantization import Format
 
 PART_SIZE = 1 << 18
 """Elements converted at a time, if blocks allow."""
 SMALL_AMAX = np.float32(2.0**-80)
 """Where every block reaches it, a subnormal value has the code zero whether or not it is flushed."""
+
+
+def write(
+    target: np.ndarray, source: np.ndarray, conversion: Conversion, within: tuple[int, ...], bits: np.ndarray | None
+) -> None:
+    """Writes what a conversion of any kind makes of a view.
+
+    Args:
+      target: A view of the conversion's target dtype; where it reduces, of length 1 along the axes within blocks.
+      source: A view of its source dtype; of a fill only the shape counts.
+      within: Axes inside a block, of a conversion that quantizes.
+      bits: The maximum of each element's block, for codes; found here if None.
+
+    Raises:
+      NotFinite: A block holds NaN or infinity.
+    """
+    if isinstance(conversion.steps[-1] if conversion.steps else None, Amax):
+        target[...] = amax(source, conversion, within)
+    elif conversion.reduces:
+        scales(target, source, conversion, within)
+    elif conversion.encodes is not None:
+        encode(target, source, conversion, within, bits)
+    elif conversion.steps and isinstance(conversion.steps[0], Fill):
+        target[...] = conversion.apply(source)
+    else:
+        hostcopy.copy(target, source, conversion)
 
 
 def amax(source: np.ndarray, conversion: Conversion, within: tuple[int, ...]) -> np.ndarray:
@@ -71,15 +97,18 @@ def encode(
         bits = None if bits is None else bits.reshape(1)
         target, source = target.reshape(1), source.reshape(1)
     outer = [axis for axis in range(source.ndim) if axis not in within]
-    if bits is None and source.size > PART_SIZE and not outer:  # one large block
-        bits = np.broadcast_to(amax(source, conversion, within), source.shape)
+    if bits is not None:  # once for each block
+        bits = bits[tuple(slice(0, 1) if axis in within else slice(None) for axis in range(source.ndim))]
+    elif source.size > PART_SIZE and not outer:  # one large block
+        bits = amax(source, conversion, within)
     for part in _parts(source, outer if bits is None else range(source.ndim)):
         order = _order(source[part])
         values = conversion.values(np.asarray(source[part].transpose(order), order="C"))
         if bits is None:
             of_block = _largest(values, tuple(axis for axis, place in enumerate(order) if place in within))
         else:
-            of_block = bits[part].transpose(order)
+            at = tuple(slice(None) if axis in within else cut for axis, cut in enumerate(part))
+            of_block = bits[at].transpose(order)
         codes = _codes(conversion.steps[-1], values, of_block)
         hostcopy.copy(target[part].transpose(order), codes, Conversion(conversion.target, (), conversion.target))
 

@@ -14,16 +14,15 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import zmq
 
-from shardfly_jax.executors import hostcopy
 from shardfly_jax.sharding.errors import (
     DigestMismatch,
+    NotFinite,
     RankLost,
     ShardflyError,
     SyncTimeout,
     TransferError,
     UpdateRefused,
 )
-from shardfly_jax.sharding.formats import np_dtype
 from shardfly_jax.sharding.moves import Key
 from shardfly_jax.transports.sockets import Incoming, Outgoing
 from shardfly_jax.worlds.link import Link
@@ -35,6 +34,7 @@ log = logging.getLogger("shardfly_jax.worlds")
 
 KINDS: Mapping[str, type[ShardflyError]] = {
     "timeout": SyncTimeout, "lost": RankLost, "refused": UpdateRefused, "digest": DigestMismatch,
+    "not finite": NotFinite,
 }  # fmt: skip
 """What each kind of failure is raised as; others are `TransferError`."""
 
@@ -50,6 +50,11 @@ def failure(header: Header) -> ShardflyError:
     return KINDS.get(header["kind"], TransferError)(f"update: {header['why']}, {where}. {rest}")
 
 
+def _is_found(step: Step) -> bool:
+    """Whether a chunk has maxima that its sender found in its own shard."""
+    return step.merges and step.conversion.reduces
+
+
 class Run:
     """What a process does in one attempt.
 
@@ -57,7 +62,7 @@ class Run:
       steps: Its part of the plan.
       begin: The message that began the attempt.
       memory: Bytes of every local buffer, sources and targets.
-      link, incoming, outgoing: Its channels; `incoming` is None if it holds no rollout rank.
+      link, incoming, outgoing: Its channels; `incoming` is None if nothing comes from other processes.
       own: The replicas of which it holds ranks.
       held: Its ranks.
       source_ranks: Ranks below it are trainers.
@@ -81,7 +86,8 @@ class Run:
         source_ranks: int,
         progress: Callable[[int], None] | None,
     ):
-        self._begin, self._memory, self._link = begin, memory, link
+        self._begin, self._link = begin, link
+        self._steps, self._memory = steps, {**memory, **steps.fresh_slots()}
         self._incoming, self._outgoing = incoming, outgoing
         self._progress = progress
         self.epoch, self.session = begin["epoch"], begin["session"]
@@ -97,29 +103,29 @@ class Run:
         self._left = dict(steps.needed)
         self._here: collections.deque[Step] = collections.deque()
         self._there: dict[str, collections.deque[Step]] = {}
-        self._forwards: dict[Band, list[Step]] = {}
-        first = []
-        for step in steps.outgoing:
+        self._waiting: dict[Band, list[Step]] = {}
+        self._first = []
+        for step in (*(step for step in steps.incoming if step.pair[0] < 0), *steps.outgoing):
             if step.waits is not None and self._left.get(step.waits, 0):
-                self._forwards.setdefault(step.waits, []).append(step)
+                self._waiting.setdefault(step.waits, []).append(step)
             else:
-                first.append(step)
-        self._first = [*(step for step in steps.incoming if step.pair[0] < 0), *first]
+                self._first.append(step)
 
     def run(self) -> None:
         """Goes on until the outcome is known.
 
         Raises:
           SyncTimeout, RankLost, UpdateRefused, TransferError, WorldLost: The attempt failed for this process.
+          NotFinite: A tensor to be quantized holds NaN or infinity, here or in another process.
           Any error of its own; the others are told.
         """
         try:
-            if self._incoming is not None:
+            if self._own:
                 self._link.say("ready", epoch=self.epoch)
             while not self._is_over():
                 self._listen()
                 worked = self._work() | self._send() | self._receive()
-                if self._has_gone and not self._expected and not self._said_arrived and self._incoming is not None:
+                if self._has_gone and not self._expected and not self._said_arrived and self._own:
                     self._said_arrived = True
                     self._link.say("arrived", epoch=self.epoch)
                 self._watch_the_time()
@@ -129,7 +135,10 @@ class Run:
             self._outgoing.reset()
             if not self._is_ended:
                 rank, phase = min(self._held), "send" if self._needs_done else "finish"
-                self._fail("error", phase, rank, f"rank {rank} failed: {type(error).__name__}: {error}")
+                if isinstance(error, NotFinite):
+                    self._fail("not finite", phase, rank, f"rank {rank} could not convert {error}".rstrip("."))
+                else:
+                    self._fail("error", phase, rank, f"rank {rank} failed: {type(error).__name__}: {error}")
             raise
 
     def _is_over(self) -> bool:
@@ -171,22 +180,12 @@ class Run:
             endpoint = self._begin["endpoints"][str(step.pair[1])]
             self._there.setdefault(endpoint, collections.deque()).append(step)
 
-    def _source(self, step: Step) -> np.ndarray:
-        return step.read.of(self._memory[step.source].view(np_dtype(step.conversion.source)))
-
-    def _target(self, step: Step) -> np.ndarray:
-        return step.write.of(self._memory[step.target].view(np_dtype(step.conversion.target)))
-
     def _work(self) -> bool:
         """Writes one chunk from this process to itself."""
         if not self._here:
             return False
         step = self._here.popleft()
-        target = self._target(step)
-        if step.pair[0] < 0:
-            target[...] = step.conversion.apply(np.empty(target.shape, target.dtype))
-        else:
-            hostcopy.copy(target, self._source(step), step.conversion)
+        self._steps.copy(step, self._memory)
         self._arrive(step)
         return True
 
@@ -196,12 +195,11 @@ class Run:
         for endpoint, queue in self._there.items():
             if queue and self._outgoing.has_room(endpoint):
                 step = queue.popleft()
-                payload = np.empty(step.write.extents, np_dtype(step.conversion.target))
-                hostcopy.copy(payload, self._source(step), step.conversion)
+                payload = self._steps.payload(step, self._memory)
                 source, target = step.pair
                 header = {"op": "chunk", "session": self.session, "epoch": self.epoch,
                           "source": source, "target": target, "number": step.number}  # fmt: skip
-                self._outgoing.send(endpoint, header, payload.reshape(-1).view(np.uint8))
+                self._outgoing.send(endpoint, header, payload)
                 sent = True
         return sent
 
@@ -221,20 +219,20 @@ class Run:
         elif len(payload) != step.nbytes:
             log.warning("dropped a chunk of %d bytes, but the plan has %d", len(payload), step.nbytes)
         else:
-            hostcopy.place(self._target(step), payload)
+            self._steps.place(step, self._memory, payload)
             self._arrive(step)
         return True
 
     def _arrive(self, step: Step) -> None:
         """Counts a chunk that was written, and takes up what waited for its band."""
         del self._expected[(*step.pair, step.number)]
-        if self._progress is not None:
+        if self._progress is not None and not step.merges:
             self._progress(step.nbytes)
         if step.fills is not None:
             self._left[step.fills] -= 1
             if not self._left[step.fills]:
-                for forward in self._forwards.pop(step.fills, ()):
-                    self._queue(forward)
+                for ready in self._waiting.pop(step.fills, ()):
+                    self._queue(ready)
 
     # Time
 
@@ -252,20 +250,30 @@ class Run:
 
     def _report(self) -> None:
         """Tells the rendezvous whom this process waits for; what it cannot know the rendezvous finds out itself."""
-        if self._expected and not self._first:
-            source, target, _ = min(self._expected)
-            count = sum(pair[:2] == (source, target) for pair in self._expected)
+        step = self._missed()
+        if step is not None and not self._first:
+            source, target = step.pair
+            count = sum(other.pair == step.pair for other in self._expected.values())
+            kind = "withheld" if _is_found(step) else "timeout"
             phase = "send" if source < self._source_ranks else "finish"
-            self._fail("timeout", phase, source, f"rank {target} waited for {count} chunks of rank {source}")
+            self._fail(kind, phase, source, f"rank {target} waited for {count} chunks of rank {source}")
         elif blocked := [step for queue in self._there.values() for step in queue]:
             source, target = blocked[0].pair
             self._fail(
                 "timeout", "send", target, f"rank {target} did not take {len(blocked)} chunks that rank {source} had"
             )
 
+    def _missed(self) -> Step | None:
+        """A chunk of another process that is waited for; None if none is. Maxima of blocks first.
+
+        Their sender found them by itself, while others may wait, as this process does, for the maxima of others.
+        """
+        missing = [step for step in self._expected.values() if step.pair[0] >= 0 and step.pair[0] not in self._held]
+        return min(missing, key=lambda step: (not _is_found(step), step.pair), default=None)
+
     def _waited(self) -> str:
-        if self._expected:
-            source, target, _ = min(self._expected)
+        if (step := self._missed()) is not None:
+            source, target = step.pair
             return f"while rank {target} waited for {len(self._expected)} chunks, the first from rank {source}"
         return "while nothing was left to do here"
 

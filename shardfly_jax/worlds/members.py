@@ -94,6 +94,7 @@ class Attempt:
       complete: Replicas that hold all of it.
       has_gone: Whether the trainers were told to send.
       reports: For whom processes still waited at the deadline: phase, rank and reason.
+      sure: Processes that reported a rank which needed nobody for what it did not send.
     """
 
     epoch: int
@@ -106,6 +107,7 @@ class Attempt:
     complete: set[str] = dataclasses.field(default_factory=set)
     has_gone: bool = False
     reports: dict[bytes, tuple[str, int, str]] = dataclasses.field(default_factory=dict)
+    sure: set[bytes] = dataclasses.field(default_factory=set)
 
     @property
     def targets(self) -> set[bytes]:

@@ -26,10 +26,10 @@ from mpi4py import MPI
 
 from shardfly_jax.binding import Binding, bind, check_addresses, ready_shards
 from shardfly_jax.buffers import Wanted, zeros
-from shardfly_jax.executors import hostcopy
 from shardfly_jax.executors.memory import Key, host_bytes, wait_for_readers
 from shardfly_jax.sharding.errors import (
     DigestMismatch,
+    NotFinite,
     ParamsMismatch,
     RegistrationError,
     TransferError,
@@ -37,9 +37,8 @@ from shardfly_jax.sharding.errors import (
     WorldError,
     WorldLost,
 )
-from shardfly_jax.sharding.formats import np_dtype
 from shardfly_jax.transports.choice import PROBES, why_not_mpi
-from shardfly_jax.worlds.steps import Step, steps_of, why_not_carried
+from shardfly_jax.worlds.steps import Step, steps_of
 
 if TYPE_CHECKING:
     from shardfly_jax.session import Session
@@ -205,8 +204,7 @@ class MpiPart:
     """What a process does for the ranks of a plan that it holds; as `worlds.part.Part`, which see.
 
     Raises:
-      RegistrationError: The buffers are out of MPI's reach, the plan converts more than one element at a time, or some
-        rank is held by no process or by two.
+      RegistrationError: The buffers are out of MPI's reach, or some rank is held by no process or by two.
       DigestMismatch: Some process holds another plan.
       WorldError, WorldLost: Some process does not register, or is gone.
 
@@ -223,9 +221,9 @@ class MpiPart:
         self.own = frozenset(replica.name for replica in plan.replicas if self.held & set(replica.ranks))
         self.passed_over = {name: probe(devices) or "this is a world of MPI" for name, probe in PROBES.items()}
         del self.passed_over["mpi"]
-        if reason := why_not_mpi(devices) or why_not_carried(plan):
+        if reason := why_not_mpi(devices):
             raise RegistrationError(f"registration: {reason}. Hold all ranks in one process, or use another transport.")
-        self._steps = steps_of(plan, self.held, session.buffers).ordered
+        self._steps = steps_of(plan, self.held, session.buffers)
         self._targets = {key: host_bytes(shard.address, shard.nbytes) for key, shard in session.buffers.items()}
         world.check(None)
         versions = {name: session.versions[name] for name in sorted(self.own)}
@@ -316,9 +314,10 @@ class MpiPart:
 
         Raises:
           TransferError: Another process failed. Every replica is poisoned.
+          NotFinite: A tensor to be quantized holds NaN or infinity, here or in another process; the like.
           Any error of its own, as late: others count on this process until the last chunk.
         """
-        session = self.session
+        session, memory = self.session, {**memory, **self._steps.fresh_slots()}
         self.newest = number
         session.begin(number, self.own)
         error: BaseException | None = None
@@ -341,22 +340,23 @@ class MpiPart:
                 wait_for_readers({shard.device for shard in session.buffers.values()})
             except BaseException as new:
                 error = new
-            for at in self._steps:
+            for at in self._steps.ordered:
                 try:
                     self._do(at, memory, error is None, progress if self.own else None)
                 except BaseException as new:
                     error = new if error is None else error
             at = None
             why = None if error is None else f"{type(error).__name__}: {error}"[:2000]
-            said = self.world.exchange({"op": "outcome", "why": why}, self.world.deadline_secs)
+            words = {"op": "outcome", "why": why, "finite": not isinstance(error, NotFinite)}
+            said = self.world.exchange(words, self.world.deadline_secs)
         finally:
             timer.cancel()
-        failed = [(process, words["why"]) for process, words in enumerate(said) if words["why"] is not None]
+        failed = [(process, words) for process, words in enumerate(said) if words["why"] is not None]
         if failed and error is None:
-            process, why = failed[0]
-            error = TransferError(
-                f"update: rank {min(self.ranks_of[process])} failed: {why}, in update {number}. All replicas are "
-                "poisoned until the next complete update."
+            process, words = failed[0]
+            error = (TransferError if words["finite"] else NotFinite)(
+                f"update: rank {min(self.ranks_of[process])} failed: {words['why']}, in update {number}. All "
+                "replicas are poisoned until the next complete update."
             )
         if error is not None:
             session.poison(f"an update failed half way: {type(error).__name__}: {error}", self.own)
@@ -369,27 +369,23 @@ class MpiPart:
     ) -> None:
         """One chunk: copies it, sends it or takes it. When all is lost anyway, something of its size travels."""
         source, target = step.pair
-        conversion = step.conversion
         if target in self.held:
-            view = step.write.of(memory[step.target].view(np_dtype(conversion.target)))
-            if source < 0:
-                view[...] = conversion.apply(np.empty(view.shape, view.dtype))
-            elif source in self.held:
-                hostcopy.copy(view, step.read.of(memory[step.source].view(np_dtype(conversion.source))), conversion)
+            if source < 0 or source in self.held:
+                if is_whole:
+                    self._steps.copy(step, memory)
             else:
                 payload = self.world.receive(step.nbytes, self._process_of[source])
                 if is_whole:
-                    hostcopy.place(view, payload)
-            if progress is not None and is_whole:
+                    self._steps.place(step, memory, payload)
+            if progress is not None and is_whole and not step.merges:
                 progress(step.nbytes)
             return
-        payload = np.zeros(step.write.extents, np_dtype(conversion.target))
+        payload = np.zeros(step.nbytes, np.uint8)
         try:
             if is_whole:
-                read = step.read.of(memory[step.source].view(np_dtype(conversion.source)))
-                hostcopy.copy(payload, read, conversion)
+                payload = self._steps.payload(step, memory)
         finally:
-            self.world.send(payload.reshape(-1).view(np.uint8), self._process_of[target])
+            self.world.send(payload, self._process_of[target])
 
     def close(self) -> None:
         """Nothing to free."""

@@ -15,7 +15,7 @@ from shardfly_jax.sharding.errors import ParamsMismatch, RegistrationError, Shar
 from shardfly_jax.transports.sockets import Incoming, Outgoing
 from shardfly_jax.worlds.attempt import Run, failure
 from shardfly_jax.worlds.rendezvous import GRACE_SECS
-from shardfly_jax.worlds.steps import steps_of, why_not_carried
+from shardfly_jax.worlds.steps import steps_of
 from shardfly_jax.worlds.wire import Header
 
 if TYPE_CHECKING:
@@ -53,8 +53,7 @@ class Part:
       transport, passed_over: See below.
 
     Raises:
-      RegistrationError: The world listens nowhere for payload, or the plan converts
-        more than one element at a time.
+      RegistrationError: The world listens nowhere for payload.
       WorldError: Another living process holds one of its ranks.
 
     Attributes:
@@ -80,20 +79,17 @@ class Part:
     def _open(self) -> None:
         """Prepares to carry payload."""
         session, world, plan = self.session, self.world, self.session.plan
-        if reason := why_not_carried(plan):
-            raise RegistrationError(
-                f"registration: {reason}, which updates across processes do not support yet. Hold all ranks in one "
-                "process, or plan without it."
-            )
         self._steps = steps_of(plan, self.held, session.buffers)
         self._targets = {key: host_bytes(shard.address, shard.nbytes) for key, shard in session.buffers.items()}
         self._outgoing = Outgoing(world.context, world.seal)
         self._incoming: Incoming | None = None
-        if self.own:
+        receiving, what = sorted(rank for rank in self.held if rank >= plan.source_ranks), "weights"
+        if not receiving:
+            receiving, what = self._steps.trainers_that_receive, "the maxima of blocks that they share with others"
+        if receiving:
             if world.listen is None:
-                receiving = sorted(rank for rank in self.held if rank >= plan.source_ranks)
                 raise RegistrationError(
-                    f"registration: the ranks {receiving} receive weights, "
+                    f"registration: the ranks {receiving} receive {what}, "
                     "but this process listens nowhere. Say where: sf.connect(..., listen='tcp://127.0.0.1:0')."
                 )
             self._incoming = Incoming(world.context, world.listen, world.seal, self._steps.chunk_nbytes)

@@ -104,6 +104,8 @@ class Rendezvous:
         while who in attempt.reports and who not in seen:
             seen.add(who)
             culprit = attempt.reports[who]
+            if who in attempt.sure:  # that rank may wait in turn, for what it would be told once it had sent
+                break
             who = next((w for w, r in attempt.registrations.items() if culprit[1] in r.held), b"")
         if culprit is not None:
             self._end("timeout", *culprit)
@@ -162,8 +164,10 @@ class Rendezvous:
             case "arrived" if attempt.has_gone:
                 attempt.arrived.add(who)
                 self._complete(attempt)
-            case "fail" if header["kind"] == "timeout":
+            case "fail" if header["kind"] in ("timeout", "withheld"):
                 attempt.reports[who] = (header["phase"], header["rank"], header["why"])
+                if header["kind"] == "withheld":
+                    attempt.sure.add(who)
             case "fail":
                 self._end(header["kind"], header["phase"], header["rank"], header["why"])
 
