@@ -22,13 +22,14 @@ class Pool:
 
     Args:
       address: Of the rendezvous.
-      options: Of the processes when they join.
+      platforms: Of the processes.
+      options: For them when they join.
     """
 
-    def __init__(self, address: str, **options: Any):
-        self.address, self.options = address, options
-        self.spares = [Process(), Process()]
-        self.at = {role: Process() for role in RANKS}
+    def __init__(self, address: str, platforms: str = "cpu", **options: Any):
+        self.address, self.platforms, self.options = address, platforms, options
+        self.spares = [Process(platforms), Process(platforms)]
+        self.at = {role: Process(platforms) for role in RANKS}
         self.seed = self.version = 0
         self.is_whole = True
         for role in RANKS:
@@ -42,7 +43,7 @@ class Pool:
         answer = self.at[role].call("join", address=self.address, ranks=RANKS[role], **self.options)
         assert answer["outcome"] == "ok", answer
         if len(self.spares) < 2:
-            self.spares.append(Process())
+            self.spares.append(Process(self.platforms))
 
     def begin(self, fault: tuple[str, tuple[str, int, str]] | None = None) -> int:
         """Begins an update of fresh weights, with a fault in one process; its seed."""

@@ -150,7 +150,8 @@ def served(plan: sf.Plan, seeds: list[int]) -> str:
 class Faults:
     """What goes wrong in this process, and when. Sits where messages and chunks leave and arrive.
 
-    Chunks for rollouts pass `send` and `take`, those that trainers send each other `tell` and `told`.
+    Chunks for rollouts pass `send` and `take`, those that trainers send each other `tell` and `told`. On GPUs there are
+    `launch` and `launched` instead, before and after the kernels of *send* and *finish* are.
     """
 
     def __init__(self) -> None:
@@ -203,6 +204,17 @@ class Faults:
         faults = self
         link.Link._send, link.Link._receive = send, receive  # type: ignore[method-assign]
         attempt.Outgoing.send, attempt.Incoming.take = send_chunk, take  # type: ignore[method-assign]
+        if jax.default_backend() == "gpu":
+            from shardfly_jax.worlds.gpu_run import GpuRun
+
+            gpu_launch = GpuRun._launch
+
+            def launch(self: Any) -> None:
+                faults.at("launch")
+                gpu_launch(self)
+                faults.at("launched")
+
+            GpuRun._launch = launch  # type: ignore[method-assign]
 
 
 class Worker:

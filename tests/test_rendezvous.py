@@ -43,11 +43,13 @@ class World:
             else:
                 self.heard.setdefault(who.decode(), []).append(header)
 
-    def join(self, who: str, role: str | None = None, digest: str = "d", **versions: int) -> None:
+    def join(
+        self, who: str, role: str | None = None, digest: str = "d", confirms: bool = False, **versions: int
+    ) -> None:
         self.say(who, "hello", protocol=PROTOCOL, name=who)
         self.say(
             who, "register", digest=digest, source_ranks=1, target_ranks=3, held=HELD[role or who], replicas=REPLICAS,
-            endpoint="tcp://x", versions=versions,
+            endpoint="tcp://x", versions=versions, confirms=confirms,
         )  # fmt: skip
 
     def enter(self, who: str, entry: int = 1, refusal: str | None = None, wait_secs: float = 60.0) -> None:
@@ -121,6 +123,29 @@ def test_numbers_rise_past_versions_from_before_a_restart() -> None:
     for who in HELD:
         world.enter(who)
     assert world.last("t")["number"] == 42
+
+
+def test_nothing_is_complete_before_a_trainer_whose_kernels_write_says_that_they_were_right() -> None:
+    world = World()
+    for who in HELD:
+        world.join(who, confirms=who == "t")
+    for who in HELD:
+        world.enter(who)
+    epoch = world.last("t")["epoch"]
+    for op in ("ready", "arrived"):
+        for who in ("a1", "a2", "b"):
+            world.say(who, op, epoch=epoch)
+    assert "complete" not in world.ops("b")
+    world.say("t", "arrived", epoch=epoch)
+    assert world.ops("b")[-2:] == ["complete", "done"]
+    for who in HELD:
+        world.enter(who, entry=2)
+    for op in ("ready", "arrived"):
+        for who in ("a1", "a2", "b"):
+            world.say(who, op, epoch=epoch + 1)
+    world.say("t", "fail", epoch=epoch + 1, kind="not finite", phase="send", rank=0, why="target 'w' holds NaN")
+    assert world.ops("b")[-1] == "failed"
+    assert world.last("b")["kind"] == "not finite"
 
 
 def test_news_tell_of_updates_that_wait_begin_and_become_complete() -> None:

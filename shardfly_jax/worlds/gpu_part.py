@@ -81,6 +81,8 @@ class Endpoint(NamedTuple):
 class GpuPart(Part):
     """See `Part`. What others write into is handed to them when the first attempt with them begins."""
 
+    _confirms = True
+
     def _open(self) -> None:
         session, plan = self.session, self.session.plan
         self.process = secrets.token_hex(8)

@@ -146,10 +146,9 @@ class GpuRun:
                 why = f"target {name!r}: the values to be quantized hold NaN or infinity. Look at the trainer's weights"
                 self._fail("not finite", *work.blamed(error), why)
                 return
-        if self._part.own:
-            if self._progress is not None:
-                self._progress(sum(shard.nbytes for shard in self._part.session.buffers.values()))
-            self._link.say("arrived", epoch=self.epoch)
+        if self._progress is not None:
+            self._progress(sum(shard.nbytes for shard in self._part.session.buffers.values()))
+        self._link.say("arrived", epoch=self.epoch)
 
     def _give_up(self) -> None:
         """Ends launches that still wait, and lets nobody begin to write here in this attempt any more."""

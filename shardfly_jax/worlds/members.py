@@ -14,6 +14,8 @@ class Registration:
       replicas: All replicas of the plan: their ranks.
       endpoint: Where it takes payload; empty if it takes none.
       versions: Of the replicas it holds a part of; rise as they become complete.
+      confirms: Whether it says *arrived* once what it sends is known to be right, and nothing is complete before: its
+        kernels write into others' memory themselves.
     """
 
     digest: str
@@ -23,6 +25,7 @@ class Registration:
     replicas: dict[str, list[int]]
     endpoint: str
     versions: dict[str, int]
+    confirms: bool
 
     @property
     def ranks(self) -> frozenset[int]:

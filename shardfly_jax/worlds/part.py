@@ -61,6 +61,9 @@ class Part:
       passed_over: Why the faster transports are not used, by name.
     """
 
+    _confirms = False
+    """See `Registration`."""
+
     def __init__(self, session: Session, world: World, transport: str, passed_over: Mapping[str, str]):
         self.session, self.world, self.held = session, world, session.held
         self.transport, self.passed_over = transport, passed_over
@@ -120,6 +123,7 @@ class Part:
             replicas={replica.name: list(replica.ranks) for replica in plan.replicas},
             endpoint=self._endpoint,
             versions={name: self.session.versions[name] for name in sorted(self.own)},
+            confirms=self._confirms,
         )
         answer = self._next({"registered", "refused"}, link.deadline_secs + 2 * link.lost_secs)
         if answer is None:

@@ -172,6 +172,8 @@ class Rendezvous:
                 self._end(header["kind"], header["phase"], header["rank"], header["why"])
 
     def _complete(self, attempt: Attempt) -> None:
+        if any(r.confirms and who not in attempt.arrived for who, r in attempt.registrations.items()):
+            return
         new = sorted(
             name
             for name in attempt.replicas

@@ -15,7 +15,7 @@ from typing import Any
 
 Header = dict[str, Any]
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Both sides of a world must speak the same."""
 MAC_NBYTES = 16
 MAX_HEADER_NBYTES = 16 << 20
@@ -63,7 +63,8 @@ def _is_by_name(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 _REGISTRATION = {"digest": is_text, "source_ranks": is_number, "target_ranks": is_number,
                  "held": lambda x: _is_ranks(x) and len(x) > 0, "replicas": _is_by_name(_is_ranks),
-                 "endpoint": is_text, "versions": _is_by_name(is_number)}  # fmt: skip
+                 "endpoint": is_text, "versions": _is_by_name(is_number),
+                 "confirms": lambda x: isinstance(x, bool)}  # fmt: skip
 _ATTEMPT = {"session": is_number, "epoch": is_number}
 
 Messages = Mapping[str, Mapping[str, Callable[[Any], bool]]]

@@ -1,0 +1,147 @@
+"""Processes that share one GPU and write into each other's buffers: updates, faults, blocks that span processes.
+
+The faults are those of `test_world_faults`, at other points: kernels are launched instead of chunks sent. A process
+that is stopped may have a kernel on its way, so the next update is refused until it cannot write any more.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("zmq", reason="needs pyzmq (the zmq extra)")
+pytest.importorskip("cuda.bindings", reason="needs cuda-bindings (the gpu extra)")
+
+from fault_pool import LOST_SECS, ROLLOUTS, TYPED, Pool, Scenario, Shared, check_survivors, run_scenario
+from small_world import TOKEN
+
+import shardfly_jax as sf
+
+pytestmark = pytest.mark.gpu
+
+DEADLINE_SECS = 12.0
+"""Of an attempt: the first one of new processes compiles."""
+PLATFORMS = "cuda,cpu"
+SCENARIOS = [
+    Scenario(*fault)
+    for fault in (
+        ("t0", "say enter", 1, "kill"),
+        ("t0", "launch", 1, "kill"),
+        ("t1", "launched", 1, "kill"),
+        ("r2", "say ready", 1, "kill"),
+        ("r0", "launch", 1, "kill"),
+        ("r2", "launched", 1, "kill"),
+        ("r1", "say arrived", 1, "kill"),
+        ("t1", "hear go", 1, "drop"),
+        ("r2", "say arrived", 1, "drop"),
+        ("r0", "say ready", 1, "double"),
+    )
+]
+STOPPED = [Scenario("t0", "launch", 1, "stop"), Scenario("r0", "launched", 1, "stop")]
+
+
+@pytest.fixture(scope="module")
+def environment() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        yield
+
+
+@pytest.fixture(scope="module")
+def address(environment: None) -> Iterator[str]:
+    with sf.connect("tcp://127.0.0.1:0", TOKEN, serve=True, deadline_secs=DEADLINE_SECS, lost_secs=LOST_SECS) as world:
+        yield world.address
+
+
+@pytest.fixture(scope="module")
+def shared(address: str) -> Iterator[Shared]:
+    made = Shared(address, platforms=PLATFORMS)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+@pytest.fixture
+def pool(shared: Shared) -> Iterator[Pool]:
+    yield (pool := shared.whole())
+    if not pool.is_whole:
+        shared.end()
+
+
+def test_a_hundred_updates_in_a_row_bring_fresh_weights(pool: Pool) -> None:
+    for _ in range(100):
+        pool.check_update()
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+def test_nobody_hangs_and_nobody_serves_a_mixture(pool: Pool, scenario: Scenario) -> None:
+    run_scenario(pool, scenario)
+
+
+@pytest.mark.parametrize("scenario", STOPPED, ids=str)
+def test_who_was_stopped_touches_nothing_when_it_goes_on(pool: Pool, scenario: Scenario) -> None:
+    before = pool.seed
+    pool.is_whole = False  # until the end
+    victim = pool.at[scenario.role]
+    seed = pool.begin((scenario.role, (scenario.point, scenario.n, scenario.action)))
+    victim.wait_until_stopped()
+    check_survivors(pool, scenario, seed, before)
+    failed_at = time.monotonic()
+    pool.replace(scenario.role)
+    pool.begin()
+    answers = {role: process.answer() for role, process in pool.at.items()}
+    assert {answer["outcome"] for answer in answers.values()} <= {"UnknownOutcome", "UpdateRefused"}, answers
+    assert any("End that process, or try again in" in answer["message"] for answer in answers.values())
+    time.sleep(max(0.0, failed_at + DEADLINE_SECS + 0.5 - time.monotonic()))
+    pool.check_update()
+    victim.popen.send_signal(signal.SIGCONT)
+    assert victim.answer()["outcome"] in {"ok", *TYPED}
+    assert {pool.serves(role) for role in ROLLOUTS} == {str(pool.seed)}, "a late writer touched a later version"
+    pool.check_update()
+    pool.spares.append(victim)
+    pool.is_whole = True
+
+
+def test_blocks_that_span_processes_are_quantized_and_values_that_are_not_finite_refused(address: str) -> None:
+    quantized = Pool(address, platforms=PLATFORMS, quantized=True)
+    try:
+        quantized.check_update()
+        quantized.check_update()
+        quantized.seed += 1
+        for process in quantized.at.values():
+            process.ask("update", seed=quantized.seed, spoiled=True)
+        answers = {role: process.answer() for role, process in quantized.at.items()}
+        assert {answer["outcome"] for answer in answers.values()} == {"NotFinite"}, answers
+        assert {quantized.serves(role) for role in ROLLOUTS} == {"poisoned"}
+        quantized.check_update()
+    finally:
+        quantized.end()
+
+
+def test_a_replica_leaves_and_joins_again(address: str) -> None:
+    pool = Pool(address, platforms=PLATFORMS)
+    try:
+        pool.check_update()
+        left = pool.at.pop("r2")
+        assert left.call("close")["outcome"] == "ok"
+        ranks = {"t0": [0], "t1": [1], "r0": [2], "r1": [3]}
+        for role, process in pool.at.items():
+            process.ask("rescale", ranks=ranks[role], replicas=1)
+        kept = {role: process.answer() for role, process in pool.at.items()}
+        assert {answer["outcome"] for answer in kept.values()} == {"ok"}, kept
+        assert not any(answer["allocated"] for answer in kept.values())
+        seed = pool.begin()
+        assert {process.answer()["outcome"] for process in pool.at.values()} == {"ok"}
+        assert {pool.serves(role) for role in ("r0", "r1")} == {str(seed)}
+        for role, process in pool.at.items():
+            process.ask("rescale", ranks=ranks[role], replicas=2)
+        assert {process.answer()["outcome"] for process in pool.at.values()} == {"ok"}
+        pool.at["r2"] = left
+        assert left.call("join", address=address, ranks=[4, 5])["outcome"] == "ok"
+        pool.check_update()
+    finally:
+        pool.end()
