@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 
-from shardfly_jax.buffers import Wanted, allocate
+from shardfly_jax.buffers import allocate
 from shardfly_jax.executors.memory import Key
 from shardfly_jax.layout import is_module
 from shardfly_jax.owners import Owner
@@ -110,8 +110,10 @@ def rescale(
         devices = placed(new, trees_here(new, held), _places(old, new, held, pairs, placement), held)
         estate = _Estate(old, new, pairs)
         if owner is None:
-            make = allocator(world, devices)
-            given = {name: _owner(estate, name, devices[name], held, make) for name in devices}
+            kept = {name: _owner(estate, name, held) for name in devices}
+            anew = [name for name, owner_ in kept.items() if owner_ is None]
+            fitting = {key: array for name in anew for key, array in estate.fitting(name, held).items()}
+            given = kept | allocate(new, anew, devices, held, fitting, allocator(world, devices))
         else:
             given = owners_of(owner, list(devices))
         session = open_session(new, given, devices, held, allocated=False, executor=old.choice)
@@ -293,26 +295,21 @@ def _shard_of(layout: Any, rank: int) -> tuple[Any, ...]:
     return layout.shape, layout.dtype, layout.box(rank), layout.local_strides(rank)
 
 
-def _owner(
-    estate: _Estate,
-    tree: str,
-    devices: Mapping[int, jax.Device],
-    held: frozenset[int],
-    new: Callable[[Sequence[Wanted]], list[jax.Array]],
-) -> Any:
-    """Who holds a tree's buffers from now on, where the caller does not say."""
+def _owner(estate: _Estate, tree: str, held: frozenset[int]) -> Any:
+    """Who holds a tree's buffers from now on, where the caller does not say; None if they are to be allocated."""
     owner: Owner | None = estate.old.owners.get(tree)
-    if owner is not None:
-        lives = callable(owner.given) or is_module(owner.given)
-        if estate.is_unchanged(tree, held):
-            return owner.given if lives else owner.handles()
-        if lives:
-            kind = type(owner.given).__name__
-            raise RegistrationError(
-                f"rescale: the buffers of {tree!r} are owned by a {kind}, but its layout has changed. Change its "
-                "buffers and give it again as owner, or give a tree."
-            )
-    return allocate(estate.new, [tree], {tree: devices}, held, estate.fitting(tree, held), new)[tree]
+    if owner is None:
+        return None
+    lives = callable(owner.given) or is_module(owner.given)
+    if estate.is_unchanged(tree, held):
+        return owner.given if lives else owner.handles()
+    if lives:
+        kind = type(owner.given).__name__
+        raise RegistrationError(
+            f"rescale: the buffers of {tree!r} are owned by a {kind}, but its layout has changed. Change its buffers "
+            "and give it again as owner, or give a tree."
+        )
+    return None
 
 
 def _counted(old: Session, new: Session, serving: tuple[str, ...]) -> Rescaled:

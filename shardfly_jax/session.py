@@ -22,7 +22,7 @@ from shardfly_jax.sharding.errors import NotRegistered, Poisoned, RegistrationEr
 
 if TYPE_CHECKING:
     from shardfly_jax.rescaling import Rescaled
-    from shardfly_jax.worlds.mpi import MpiPart
+    from shardfly_jax.worlds.mpi_part import MpiPart
     from shardfly_jax.worlds.part import Part
 
 

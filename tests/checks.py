@@ -234,7 +234,13 @@ def updated(params: Any, plan: sf.Plan) -> Any:
 def poison_buffers(plan: sf.Plan, pattern: int = POISON) -> None:
     """Overwrites every registered buffer."""
     for shard in plan.registered().buffers.values():
-        ctypes.memset(shard.address, pattern, shard.nbytes)
+        if shard.device.platform == "gpu":
+            from cuda.bindings import runtime
+
+            assert not runtime.cudaMemset(shard.address, pattern, shard.nbytes)[0].value
+            assert not runtime.cudaDeviceSynchronize()[0].value
+        else:
+            ctypes.memset(shard.address, pattern, shard.nbytes)
 
 
 def registered_bytes(plan: sf.Plan) -> dict[tuple[int, int, int], bytes]:

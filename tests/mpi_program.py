@@ -32,7 +32,8 @@ class Process:
 
     def __init__(self, deadline_secs: float = 30.0):
         cut_small()
-        self.world: Any = sf.connect(transport="mpi", deadline_secs=deadline_secs)
+        self.transport = os.environ.get("SHARDFLY_TEST_TRANSPORT", "mpi")
+        self.world: Any = sf.connect(transport=self.transport, deadline_secs=deadline_secs)
         self.number = self.world.process
         self.held = HELD[self.number]
         self.plan = sf.register(make_plan(), world=self.world, ranks=self.held)
@@ -60,7 +61,7 @@ def good(me: Process) -> None:
         assert me.serves(seed) == (str(seed) if me.number >= 2 else "no rollout")
         assert set(me.plan.version.values()) == {seed}
         assert set(me.plan.staleness.values()) == {0}
-    assert "Transport: mpi" in me.plan.explain()
+    assert f"Transport: {me.transport}" in me.plan.explain()
     say("updates")
 
     wrong = params_of(3, me.held) if me.number < 2 else {}

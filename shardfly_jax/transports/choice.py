@@ -50,14 +50,21 @@ def why_not_ipc(devices: Iterable[jax.Device]) -> str | None:
     return None
 
 
-def _absent(what: str) -> Callable[[Iterable[jax.Device]], str | None]:
-    return lambda devices: f"{what} is not implemented yet"
+def why_not_nvshmem(devices: Iterable[jax.Device]) -> str | None:
+    """Why chunks cannot travel over NVSHMEM's symmetric heap between these devices; None if they can."""
+    missing = [name for name in ("nvshmem", "mpi4py", "cuda") if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"{' and '.join(missing)} cannot be imported (pip install 'shardfly-jax[gpu]' mpi4py)"
+    if not any(name in os.environ for name in STARTED_BY_MPI):
+        return "this process was not started by mpirun"
+    other = sorted({str(device) for device in devices if device.platform != "gpu"})
+    return f"{', '.join(other)} is no GPU" if other else None
 
 
 PROBES: Mapping[str, Callable[[Iterable[jax.Device]], str | None]] = MappingProxyType(
     {
         "ipc": why_not_ipc,
-        "nvshmem": _absent("the symmetric heap"),
+        "nvshmem": why_not_nvshmem,
         "zmq": why_not_zmq,
         "mpi": why_not_mpi,
     }

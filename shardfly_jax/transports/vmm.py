@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from shardfly_jax.sharding.errors import RegistrationError
+from shardfly_jax.sharding.errors import ParamsMismatch, RegistrationError
 
 
 def _driver() -> Any:
@@ -162,6 +162,24 @@ def write(ordinal: int, address: int, words: Sequence[int]) -> None:
 @functools.cache
 def _side_stream(ordinal: int) -> Any:
     return call("cuStreamCreate", _driver().CUstream_flags.CU_STREAM_NON_BLOCKING)
+
+
+def stream_number(stream: Any) -> int:
+    """The driver's number of a stream.
+
+    Args:
+      stream: That number, or a `torch.cuda.Stream`.
+
+    Raises:
+      ParamsMismatch: It is neither.
+    """
+    number = getattr(stream, "cuda_stream", stream)
+    if not isinstance(number, int):
+        raise ParamsMismatch(
+            f"receive: stream is a {type(stream).__name__}, but a torch.cuda.Stream or the number of a CUDA stream is "
+            "needed."
+        )
+    return number
 
 
 def wait_for_stream(ordinal: int, stream: int) -> None:

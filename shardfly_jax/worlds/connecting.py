@@ -9,7 +9,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from shardfly_jax.sharding.errors import WorldError
-from shardfly_jax.transports.choice import why_not_mpi
+from shardfly_jax.transports.choice import why_not_mpi, why_not_nvshmem
 
 if TYPE_CHECKING:
     from shardfly_jax.worlds.mpi import MpiWorld
@@ -33,10 +33,11 @@ def connect(
 
     Args:
       address: Of the rendezvous: `tcp://host:port`, or `ipc://path` on one host.
-        Over MPI nothing but `deadline_secs` is said: the processes are those that mpirun started.
+        Over MPI and NVSHMEM nothing but `deadline_secs` is said: the processes are those that mpirun started.
       token: A secret that all processes of the world share. It never travels; weights are not encrypted.
-      transport: `zmq`: processes come and go, over sockets; or `mpi`: all processes of an MPI job, of which none may be
-        lost, and all of which register, update and rescale together.
+      transport: `zmq`: processes come and go, over sockets, and where all ranks are on GPUs of one host they write into
+        each other's memory (ipc); `mpi`: all processes of an MPI job, of which none may be lost, and all of which
+        register, update and rescale together; `nvshmem`: the same, each with a GPU, over NVSHMEM's symmetric heap.
       serve: The rendezvous runs in this process, which then listens at `address` (port 0 takes a free one, see
         `world.address`). Exactly one process of a world says so; when it ends, the world is lost.
       listen: Where this process takes weights, `tcp://this-host:0`; needed where it holds rollout ranks, or trainer
@@ -47,21 +48,25 @@ def connect(
       lost_secs: Of silence after which a process is lost; the serving process' value counts.
 
     Raises:
-      WorldError: pyzmq or mpi4jax is missing, this is no MPI job, an argument is unusable, nobody answers, or the token
+      WorldError: pyzmq, mpi4jax or nvshmem4py is missing, this is no MPI job, an argument is unusable, nobody answers, or the token
         is refused.
     """
     if not isinstance(deadline_secs, int | float) or not 0 < deadline_secs < math.inf:
         raise WorldError(f"world: deadline_secs is {deadline_secs!r}, but a positive number of seconds is needed.")
-    if transport == "mpi":
+    if transport in ("mpi", "nvshmem"):
         if any(given is not None for given in (address, token, listen, name)) or serve:
-            raise WorldError("world: address, token, listen, name and serve are not for MPI. Leave them out.")
-        if reason := why_not_mpi(()):
+            raise WorldError(f"world: address, token, listen, name and serve are not for {transport}. Leave them out.")
+        if reason := (why_not_mpi if transport == "mpi" else why_not_nvshmem)(()):
             raise WorldError(f"world: {reason}.")
+        if transport == "nvshmem":
+            from shardfly_jax.worlds.nvshmem import NvshmemWorld
+
+            return NvshmemWorld(deadline_secs)
         from shardfly_jax.worlds.mpi import MpiWorld
 
         return MpiWorld(deadline_secs)
     if transport != "zmq":
-        raise WorldError(f"world: transport is {transport!r}, but one of 'zmq' and 'mpi' is needed.")
+        raise WorldError(f"world: transport is {transport!r}, but one of 'zmq', 'mpi' and 'nvshmem' is needed.")
     if importlib.util.find_spec("zmq") is None:
         raise WorldError("world: pyzmq is not installed. Install it with: pip install 'shardfly-jax[zmq]'.")
     for what, endpoint in (("address", address), ("listen", listen)):

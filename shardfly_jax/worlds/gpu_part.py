@@ -18,7 +18,7 @@ from shardfly_jax.executors.persistent import Others, PersistentExecutor, why_no
 from shardfly_jax.sharding.errors import ParamsMismatch, RegistrationError, SyncTimeout, TransferError, UnknownOutcome
 from shardfly_jax.sharding.optable import Inbox
 from shardfly_jax.transports.exports import Neighbour
-from shardfly_jax.transports.vmm import Mapping as MappedMemory, attach, wait_for_stream
+from shardfly_jax.transports.vmm import Mapping as MappedMemory, attach, stream_number, wait_for_stream
 from shardfly_jax.worlds.attempt import failure
 from shardfly_jax.worlds.gpu_run import GpuRun
 from shardfly_jax.worlds.part import Part, trainer_devices
@@ -235,13 +235,7 @@ class GpuPart(Part):
         return GpuRun(self, self._executor, begin, addresses, until=until, progress=progress)
 
     def _wait_for_stream(self, stream: Any) -> None:
-        number = getattr(stream, "cuda_stream", stream)
-        if not isinstance(number, int):
-            raise ParamsMismatch(
-                f"receive: stream is a {type(stream).__name__}, but a torch.cuda.Stream or the number of a CUDA stream "
-                "is needed."
-            )
-        wait_for_stream(next(iter(self._devices.values())).local_hardware_id, number)
+        wait_for_stream(next(iter(self._devices.values())).local_hardware_id, stream_number(stream))
 
     def doubt(self) -> None:
         """After an attempt that failed: others may write here until their kernels have ended, which nobody knows."""

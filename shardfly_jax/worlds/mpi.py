@@ -15,33 +15,23 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import mpi4jax
 import numpy as np
 from mpi4py import MPI
 
-from shardfly_jax.binding import Binding, bind, check_addresses, ready_shards
 from shardfly_jax.buffers import Wanted, zeros
-from shardfly_jax.executors.memory import Key, host_bytes, wait_for_readers
 from shardfly_jax.sharding.errors import (
-    DigestMismatch,
-    NotFinite,
-    ParamsMismatch,
-    RegistrationError,
-    TransferError,
-    UpdateRefused,
     WorldError,
     WorldLost,
 )
-from shardfly_jax.transports.choice import PROBES, why_not_mpi
-from shardfly_jax.worlds.steps import Step, steps_of
 
 if TYPE_CHECKING:
     from shardfly_jax.session import Session
+    from shardfly_jax.worlds.mpi_part import MpiPart
 
 log = logging.getLogger("shardfly_jax.worlds")
 
@@ -88,9 +78,14 @@ class MpiWorld:
         """Takes part in a plan; in one at a time."""
         if self._part is not None:
             self._part.session.check_idle()
-        part = MpiPart(session, self)
+        part = self._new_part(session)
         self._part = part
         return part
+
+    def _new_part(self, session: Session) -> MpiPart:
+        from shardfly_jax.worlds.mpi_part import MpiPart  # which imports this module
+
+        return MpiPart(session, self)
 
     def allocator(self, devices: Sequence[jax.Device]) -> Callable[[Sequence[Wanted]], list[jax.Array]]:
         """What makes the buffers of a plan: ordinary memory."""
@@ -154,15 +149,20 @@ class MpiWorld:
         self._lost = f"{why}. An MPI job cannot go on without it; start the job again"
         atexit.register(MPI.COMM_WORLD.Abort, 1)  # ends the others, and a finalization that would wait for them
 
-    def deadline(self, describe: Callable[[], str]) -> threading.Timer:
-        """A timer that ends the whole job, saying why: nothing else ends a wait for a chunk."""
+    def deadline(self, describe: Callable[[], str], more_secs: float = 0.0) -> threading.Timer:
+        """A timer that ends the whole job, saying why: nothing else ends a wait for a chunk.
+
+        Args:
+          describe: Says why.
+          more_secs: To wait beyond the deadline.
+        """
 
         def end() -> None:
-            why = f"after {self.deadline_secs:g} s {describe()}"
+            why = f"after {self.deadline_secs + more_secs:g} s {describe()}"
             print(f"shardfly_jax: SyncTimeout: {why}. The job ends.", file=sys.stderr, flush=True)
             MPI.COMM_WORLD.Abort(1)
 
-        timer = threading.Timer(self.deadline_secs, end)
+        timer = threading.Timer(self.deadline_secs + more_secs, end)
         timer.daemon = True
         return timer
 
@@ -191,210 +191,17 @@ class MpiWorld:
         return f"<World of MPI: process {self.process} of {self.processes}>"
 
 
+# mpi4jax is imported late: a world whose payload goes another way needs only mpi4py.
+
+
 def _send(comm: Any, payload: jax.Array, process: int) -> jax.Array:
+    import mpi4jax
+
     mpi4jax.send(payload, dest=process, tag=PAYLOAD, comm=comm)
     return jnp.zeros((), jnp.int32)  # something to wait for
 
 
 def _receive(comm: Any, nbytes: int, process: int) -> jax.Array:
+    import mpi4jax
+
     return mpi4jax.recv(jnp.zeros(nbytes, jnp.uint8), source=process, tag=PAYLOAD, comm=comm)
-
-
-class MpiPart:
-    """What a process does for the ranks of a plan that it holds; as `worlds.part.Part`, which see.
-
-    Raises:
-      RegistrationError: The buffers are out of MPI's reach, or some rank is held by no process or by two.
-      DigestMismatch: Some process holds another plan.
-      WorldError, WorldLost: Some process does not register, or is gone.
-
-    Attributes:
-      ranks_of: Ranks of each process.
-    """
-
-    transport = "mpi"
-
-    def __init__(self, session: Session, world: MpiWorld):
-        self.session, self.world, self.held = session, world, session.held
-        plan, devices = session.plan, [shard.device for shard in session.buffers.values()]
-        self.sends = min(self.held) < plan.source_ranks
-        self.own = frozenset(replica.name for replica in plan.replicas if self.held & set(replica.ranks))
-        self.passed_over = {name: probe(devices) or "this is a world of MPI" for name, probe in PROBES.items()}
-        del self.passed_over["mpi"]
-        if reason := why_not_mpi(devices):
-            raise RegistrationError(f"registration: {reason}. Hold all ranks in one process, or use another transport.")
-        self._steps = steps_of(plan, self.held, session.buffers)
-        self._targets = {key: host_bytes(shard.address, shard.nbytes) for key, shard in session.buffers.items()}
-        world.check(None)
-        versions = {name: session.versions[name] for name in sorted(self.own)}
-        said = world.exchange(
-            {"op": "register", "digest": plan.digest, "held": sorted(self.held), "versions": versions},
-            world.deadline_secs,
-        )
-        _check_digests(said)
-        self.ranks_of = {process: words["held"] for process, words in enumerate(said)}
-        self._process_of = {rank: process for process, ranks in self.ranks_of.items() for rank in ranks}
-        dealt = sorted(rank for ranks in self.ranks_of.values() for rank in ranks)
-        if dealt != list(range(plan.ranks)):
-            raise RegistrationError(
-                f"registration: the processes hold the ranks {dealt}, but each of 0 to {plan.ranks - 1} is needed "
-                "once. An MPI world has no other processes to hold them."
-            )
-        self._others: dict[str, int] = {}
-        for words in said:
-            for name, version in words["versions"].items():
-                self._others[name] = min(version, self._others.get(name, version))
-        self.newest = max([session.newest, *self._others.values()])
-
-    def versions_of_others(self) -> Mapping[str, int]:
-        """Versions of replicas that other processes hold."""
-        return {name: version for name, version in self._others.items() if name not in self.own}
-
-    def prepare(
-        self, params: Any, wait_secs: float | None, progress: Callable[[int], None] | None, stream: Any = None
-    ) -> Callable[[], None]:
-        """As `Part.prepare`. Where arguments are wrong it waits for the others, to tell them."""
-        session = self.session
-        patience = self.world.deadline_secs if wait_secs is None else wait_secs
-        self.world.check(self)
-        try:
-            if stream is not None:
-                raise ParamsMismatch("receive: stream is given, but the buffers are on CPU devices. Leave it out.")
-            session.check_buffers()
-            leaves, binding = bind(params, session) if self.sends else ([], None)
-        except Exception as error:
-            self._vote(patience, error)
-            raise
-
-        def take_part() -> None:
-            try:
-                memory, kept = self._sources(leaves, binding) if binding is not None else ({}, [])
-            except Exception as error:
-                self._vote(patience, error)
-                raise
-            finally:
-                leaves.clear()  # an error that is kept would keep them
-            number = self._vote(patience, None)
-            self._move({**self._targets, **memory}, number, None if progress is None else session.guarded(progress))
-            kept.clear()  # not before
-
-        return take_part
-
-    def _sources(self, leaves: list[Any], binding: Binding) -> tuple[dict[Key, np.ndarray], list[Any]]:
-        arrays, kept = ready_shards(leaves, binding, keep=True)
-        if reason := why_not_mpi(device for array in arrays.values() for device in array.devices()):
-            raise ParamsMismatch(f"params: {reason}. Copy them to a CPU device.")
-        check_addresses(self.session, binding, arrays)
-        memory = {key: host_bytes(a.unsafe_buffer_pointer(), a.nbytes) for key, a in arrays.items()}
-        return memory, [arrays, kept]
-
-    def _vote(self, wait_secs: float, error: Exception | None) -> int:
-        """Votes for or against an update, with everybody; its number.
-
-        Raises:
-          UpdateRefused, DigestMismatch: Another process is against it; nothing was written.
-          WorldLost, WorldError: Some process does not vote.
-        """
-        refusal = None if error is None else f"{type(error).__name__}: {error}"[:2000]
-        said = self.world.exchange(
-            {"op": "update", "digest": self.session.digest, "refusal": refusal, "newest": self.newest}, wait_secs
-        )
-        _check_digests(said)
-        self.newest = max(words["newest"] for words in said)
-        for process, words in enumerate(said):
-            if words["refusal"] is not None and process != self.world.process:
-                raise UpdateRefused(
-                    f"update: rank {min(self.ranks_of[process])} refused: {words['refusal']}, before anything was "
-                    "written. The old version is still served."
-                )
-        return self.newest + 1
-
-    def _move(self, memory: Mapping[Key, np.ndarray], number: int, progress: Callable[[int], None] | None) -> None:
-        """Sends and receives everything, then hears how the others fared.
-
-        Raises:
-          TransferError: Another process failed. Every replica is poisoned.
-          NotFinite: A tensor to be quantized holds NaN or infinity, here or in another process; the like.
-          Any error of its own, as late: others count on this process until the last chunk.
-        """
-        session, memory = self.session, {**memory, **self._steps.fresh_slots()}
-        self.newest = number
-        session.begin(number, self.own)
-        error: BaseException | None = None
-        at: Step | None = None
-
-        def describe() -> str:
-            if at is None:
-                return f"rank {min(self.held)} was through update {number}, but others were not"
-            there = next((rank for rank in at.pair if rank not in self.held), at.pair[1])
-            process = self._process_of[there]
-            return (
-                f"rank {min(self.held)} waited for rank {there} (process {process}) to take or send a chunk of update "
-                f"{number}; rank {there} may have waited for another one"
-            )
-
-        timer = self.world.deadline(describe)
-        timer.start()
-        try:
-            try:
-                wait_for_readers({shard.device for shard in session.buffers.values()})
-            except BaseException as new:
-                error = new
-            for at in self._steps.ordered:
-                try:
-                    self._do(at, memory, error is None, progress if self.own else None)
-                except BaseException as new:
-                    error = new if error is None else error
-            at = None
-            why = None if error is None else f"{type(error).__name__}: {error}"[:2000]
-            words = {"op": "outcome", "why": why, "finite": not isinstance(error, NotFinite)}
-            said = self.world.exchange(words, self.world.deadline_secs)
-        finally:
-            timer.cancel()
-        failed = [(process, words) for process, words in enumerate(said) if words["why"] is not None]
-        if failed and error is None:
-            process, words = failed[0]
-            error = (TransferError if words["finite"] else NotFinite)(
-                f"update: rank {min(self.ranks_of[process])} failed: {words['why']}, in update {number}. All "
-                "replicas are poisoned until the next complete update."
-            )
-        if error is not None:
-            session.poison(f"an update failed half way: {type(error).__name__}: {error}", self.own)
-            raise error
-        self._others = dict.fromkeys(self._others, number)
-        session.publish(self.own, number)
-
-    def _do(
-        self, step: Step, memory: Mapping[Key, np.ndarray], is_whole: bool, progress: Callable[[int], None] | None
-    ) -> None:
-        """One chunk: copies it, sends it or takes it. When all is lost anyway, something of its size travels."""
-        source, target = step.pair
-        if target in self.held:
-            if source < 0 or source in self.held:
-                if is_whole:
-                    self._steps.copy(step, memory)
-            else:
-                payload = self.world.receive(step.nbytes, self._process_of[source])
-                if is_whole:
-                    self._steps.place(step, memory, payload)
-            if progress is not None and is_whole and not step.merges:
-                progress(step.nbytes)
-            return
-        payload = np.zeros(step.nbytes, np.uint8)
-        try:
-            if is_whole:
-                payload = self._steps.payload(step, memory)
-        finally:
-            self.world.send(payload, self._process_of[target])
-
-    def close(self) -> None:
-        """Nothing to free."""
-
-
-def _check_digests(said: Iterable[Words]) -> None:
-    digests = list(dict.fromkeys(words["digest"] for words in said))
-    if len(digests) > 1:
-        raise DigestMismatch(
-            f"world: its processes hold the plans {' and '.join(digest[:12] for digest in digests)}; nothing was "
-            "written. Make all of them plan from the same inputs."
-        )
