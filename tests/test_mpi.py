@@ -23,7 +23,9 @@ def run(scenario: str) -> tuple[subprocess.CompletedProcess[str], float]:
     """Runs the program of the tests in four processes; what came of it, and the seconds that it took."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     flags = "--xla_force_host_platform_device_count=2"
-    env = {**os.environ, "PATH": path, "PYTHONPATH": str(HERE), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    found = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    platforms = os.environ.get("SHARDFLY_TEST_PLATFORMS", "cpu")
+    env = {**os.environ, "PATH": path, "PYTHONPATH": found, "JAX_PLATFORMS": platforms, "XLA_FLAGS": flags}
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(PROCESSES)]
     start = time.monotonic()
     with subprocess.Popen(

@@ -48,8 +48,8 @@ def connect(
       lost_secs: Of silence after which a process is lost; the serving process' value counts.
 
     Raises:
-      WorldError: pyzmq, mpi4jax or nvshmem4py is missing, this is no MPI job, an argument is unusable, nobody answers, or the token
-        is refused.
+      WorldError: pyzmq, mpi4jax or nvshmem4py is missing, this is no MPI job, an argument is unusable, nobody answers,
+        or the token is refused.
     """
     if not isinstance(deadline_secs, int | float) or not 0 < deadline_secs < math.inf:
         raise WorldError(f"world: deadline_secs is {deadline_secs!r}, but a positive number of seconds is needed.")

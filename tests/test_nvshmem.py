@@ -1,0 +1,67 @@
+"""Worlds of NVSHMEM: four processes under mpirun on one GPU; the program and its checks are those of `test_mpi`."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+
+import pytest
+from test_mpi import CHECKS, PROCESSES, run
+
+import shardfly_jax as sf
+from shardfly_jax.transports import choice
+
+MISSING = [name for name in ("nvshmem", "mpi4py") if importlib.util.find_spec(name) is None]
+MISSING += [] if shutil.which("mpirun") else ["mpirun"]
+needs_all = pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}")
+
+
+@pytest.fixture
+def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the processes get."""
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    monkeypatch.setenv("SHARDFLY_TEST_TRANSPORT", "nvshmem")
+    monkeypatch.setenv("SHARDFLY_TEST_PLATFORMS", "cuda,cpu")
+
+
+@needs_all
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_gpus")
+def test_four_processes_update_refuse_heal_and_rescale() -> None:
+    done, _ = run("good")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.split()
+    assert {check: lines.count(check) for check in CHECKS} == dict.fromkeys(CHECKS, PROCESSES), done.stderr
+
+
+@needs_all
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_gpus")
+def test_four_processes_quantize_what_two_trainers_share_and_refuse_what_is_not_finite() -> None:
+    done, _ = run("quantized")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.split()
+    checks = ["updates", "refusal", "healed", "done"]
+    assert {check: lines.count(check) for check in checks} == dict.fromkeys(checks, PROCESSES), done.stderr
+
+
+@needs_all
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_gpus")
+@pytest.mark.parametrize("at", ["vote", "move"])
+@pytest.mark.parametrize("action", ["kill", "stop"])
+def test_a_lost_rank_ends_the_job_and_nobody_goes_on(action: str, at: str) -> None:
+    done, _ = run(f"{action}-{at}")
+    assert done.returncode != 0
+    assert done.stdout.split().count("updated") == PROCESSES, done.stderr
+    assert "went on" not in done.stdout
+    assert "AssertionError" not in done.stderr, done.stderr
+
+
+def test_nvshmem_is_refused_with_a_reason_where_it_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in choice.STARTED_BY_MPI:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(sf.WorldError, match=r"cannot be imported \(pip install|not started by mpirun"):
+        sf.connect(transport="nvshmem")
+    with pytest.raises(sf.WorldError, match="not for nvshmem"):
+        sf.connect("tcp://127.0.0.1:0", "token", transport="nvshmem")
