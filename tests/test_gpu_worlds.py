@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import worker_process
 
 pytest.importorskip("zmq", reason="needs pyzmq (the zmq extra)")
 pytest.importorskip("cuda.bindings", reason="needs cuda-bindings (the gpu extra)")
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.gpu
 
 DEADLINE_SECS = 12.0
 """Of an attempt: the first one of new processes compiles."""
+COMPILE_SECS = 90.0
 PLATFORMS = "cuda,cpu"
 SCENARIOS = [
     Scenario(*fault)
@@ -51,18 +53,21 @@ def environment() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def address(environment: None) -> Iterator[str]:
+def shared(environment: None) -> Iterator[Shared]:
     with sf.connect("tcp://127.0.0.1:0", TOKEN, serve=True, deadline_secs=DEADLINE_SECS, lost_secs=LOST_SECS) as world:
+        made = Shared(world.address, platforms=PLATFORMS)
+        try:
+            yield made
+        finally:
+            made.end()
+
+
+@pytest.fixture
+def address(environment: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Of a rendezvous for other processes, that have the time to compile many conversions."""
+    monkeypatch.setattr(worker_process, "PATIENCE_SECS", 2 * COMPILE_SECS)
+    with sf.connect("tcp://127.0.0.1:0", TOKEN, serve=True, deadline_secs=COMPILE_SECS, lost_secs=LOST_SECS) as world:
         yield world.address
-
-
-@pytest.fixture(scope="module")
-def shared(address: str) -> Iterator[Shared]:
-    made = Shared(address, platforms=PLATFORMS)
-    try:
-        yield made
-    finally:
-        made.end()
 
 
 @pytest.fixture

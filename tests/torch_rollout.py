@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 from test_transformers import config, implementations, rollout
 
 import shardfly_jax as sf
+from shardfly_jax.layout import leaf_names
 
 DTYPE = "bfloat16"
 SLEEP_CYCLES = 200_000_000
@@ -97,7 +98,11 @@ def main() -> None:
         how = json.loads(line)
         if forward is None:  # the module's parameters become the buffers
             out = sf.receive(plan, stream=stream)
-            module.load_state_dict({name: torch.from_dlpack(leaf[0]) for name, leaf in out.items()}, assign=True)
+            names, leaves, _ = leaf_names(out)  # each is of rank 0, the only one
+            shared = {
+                name.removesuffix(".0"): torch.from_dlpack(leaf) for name, leaf in zip(names, leaves, strict=True)
+            }
+            module.load_state_dict(shared, assign=True)
             module.cuda()
             forward = Forward(torch, module, tokens)
             forward.capture(stream)

@@ -102,8 +102,8 @@ class Mapping:
             call("cuMemUnmap", address, self.nbytes)
             call("cuMemAddressFree", address, self.nbytes)
 
-    def __del__(self) -> None:
-        if not _exiting:  # then the driver frees everything, and may be gone
+    def __del__(self, exiting: list[bool] = _exiting) -> None:  # bound, as names go before the last arrays do
+        if not exiting:  # then the driver frees everything, and may be gone
             self.close()
 
 

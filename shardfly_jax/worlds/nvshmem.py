@@ -208,7 +208,8 @@ class NvshmemPart(MpiPart):
         self.session.executor = self._executor
 
     def _check_stream(self, stream: Any) -> None:
-        vmm.stream_number(stream)
+        if stream is not None:
+            vmm.stream_number(stream)
 
     def _wait_for_stream(self, stream: Any) -> None:
         vmm.wait_for_stream(self.world.gpu.local_hardware_id, vmm.stream_number(stream))
