@@ -6,6 +6,7 @@ They are kept from scenario to scenario; who dies is replaced, who was stopped g
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import signal
 from typing import Any
 
@@ -23,13 +24,16 @@ class Pool:
     Args:
       address: Of the rendezvous.
       platforms: Of the processes.
+      gpus: Over how many GPUs they are spread; each sees its own only.
       options: For them when they join.
     """
 
-    def __init__(self, address: str, platforms: str = "cpu", **options: Any):
-        self.address, self.platforms, self.options = address, platforms, options
-        self.spares = [Process(platforms), Process(platforms)]
-        self.at = {role: Process(platforms) for role in RANKS}
+    def __init__(self, address: str, platforms: str = "cpu", gpus: int = 0, **options: Any):
+        self.address, self.options = address, options
+        turns = itertools.count()
+        self.new = lambda: Process(platforms, next(turns) % gpus if gpus else None)
+        self.at = {role: self.new() for role in RANKS}
+        self.spares = [self.new(), self.new()]
         self.seed = self.version = 0
         self.is_whole = True
         for role in RANKS:
@@ -43,7 +47,7 @@ class Pool:
         answer = self.at[role].call("join", address=self.address, ranks=RANKS[role], **self.options)
         assert answer["outcome"] == "ok", answer
         if len(self.spares) < 2:
-            self.spares.append(Process(self.platforms))
+            self.spares.append(self.new())
 
     def begin(self, fault: tuple[str, tuple[str, int, str]] | None = None) -> int:
         """Begins an update of fresh weights, with a fault in one process; its seed."""

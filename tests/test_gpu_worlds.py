@@ -1,4 +1,4 @@
-"""Processes that share one GPU and write into each other's buffers: updates, faults, blocks that span processes.
+"""Processes on one GPU, or spread over all there are, that write into each other's buffers: updates and faults.
 
 The faults are those of `test_world_faults`, at other points: kernels are launched instead of chunks sent. A process
 that is stopped may have a kernel on its way, so the next update is refused until it cannot write any more.
@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Iterator
 
+import jax
 import pytest
 import worker_process
 
@@ -45,6 +46,10 @@ SCENARIOS = [
 STOPPED = [Scenario("t0", "launch", 1, "stop"), Scenario("r0", "launched", 1, "stop")]
 
 
+def count_gpus() -> int:
+    return len(jax.local_devices(backend="gpu"))
+
+
 @pytest.fixture(scope="module")
 def environment() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
@@ -55,7 +60,7 @@ def environment() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def shared(environment: None) -> Iterator[Shared]:
     with sf.connect("tcp://127.0.0.1:0", TOKEN, serve=True, deadline_secs=DEADLINE_SECS, lost_secs=LOST_SECS) as world:
-        made = Shared(world.address, platforms=PLATFORMS)
+        made = Shared(world.address, platforms=PLATFORMS, gpus=count_gpus())
         try:
             yield made
         finally:
@@ -112,7 +117,7 @@ def test_who_was_stopped_touches_nothing_when_it_goes_on(pool: Pool, scenario: S
 
 
 def test_blocks_that_span_processes_are_quantized_and_values_that_are_not_finite_refused(address: str) -> None:
-    quantized = Pool(address, platforms=PLATFORMS, quantized=True)
+    quantized = Pool(address, platforms=PLATFORMS, gpus=count_gpus(), quantized=True)
     try:
         quantized.check_update()
         quantized.check_update()
@@ -128,7 +133,7 @@ def test_blocks_that_span_processes_are_quantized_and_values_that_are_not_finite
 
 
 def test_a_replica_leaves_and_joins_again(address: str) -> None:
-    pool = Pool(address, platforms=PLATFORMS)
+    pool = Pool(address, platforms=PLATFORMS, gpus=count_gpus())
     try:
         pool.check_update()
         left = pool.at.pop("r2")

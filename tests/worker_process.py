@@ -24,12 +24,16 @@ class Process:
 
     Args:
       platforms: That JAX has there.
+      gpu: Number of the only GPU that it sees, if it is to see one.
     """
 
-    def __init__(self, platforms: str = "cpu") -> None:
+    def __init__(self, platforms: str = "cpu", gpu: int | None = None) -> None:
         flags = "--xla_force_host_platform_device_count=2"
         path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         env = {**os.environ, "JAX_PLATFORMS": platforms, "XLA_FLAGS": flags, "PYTHONPATH": path}
+        if gpu is not None:
+            seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+            env["CUDA_VISIBLE_DEVICES"] = seen[gpu] if seen else str(gpu)
         self.popen = subprocess.Popen(
             [sys.executable, "-P", "-W", "ignore", "-c", PROGRAM],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True,
