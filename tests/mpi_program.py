@@ -175,8 +175,14 @@ def fault(signal_: int, at: str) -> Callable[[Process], None]:
         def progress(_: int) -> None:
             os.kill(os.getpid(), signal_)
 
+        def transfer(*_: Any) -> None:
+            os.kill(os.getpid(), signal_)
+            signal.pause()
+
         if me.number == 2 and at == "vote":
             os.kill(os.getpid(), signal_)
+        if me.number == 2 and me.transport == "nvshmem":  # where all of an update has moved at the first progress
+            me.plan.registered().part._transfer = transfer
         try:
             me.update(2, **({"progress": progress} if me.number == 2 else {}))
         except sf.WorldLost as error:
