@@ -13,9 +13,9 @@ from checks import blocks_by_hand, poison_buffers, registered_bytes
 pytest.importorskip("zmq", reason="needs pyzmq (the zmq extra)")
 
 import zmq
-from quantized_world import SCALES, make_quantized_plan
+from quantized_world import SCALES, make_quantized_plan, quantized_target_of
 from small_world import LAYERS, TOKEN, holds, params_of, served, weights
-from threaded_world import Processes, errors, together
+from threaded_world import Process, Processes, errors, together
 
 import shardfly_jax as sf
 from shardfly_jax.worlds.attempt import Run
@@ -140,3 +140,16 @@ def test_maxima_of_another_attempt_are_never_counted(rendezvous: Any, caplog: py
                 assert errors(members.update(seed)) == []
                 assert [served(p.plan, [seed]) for p in processes[2:]] == [str(seed)] * 2
         assert "dropped a chunk of attempt 1" in caplog.text
+
+
+def test_a_quantized_pool_is_rescaled_and_a_lost_trainer_replaced(rendezvous: Any) -> None:
+    with (members := quantized(rendezvous, *SPREADS[0])) as processes:
+        assert errors(members.update(1)) == []
+        processes[1].world.close()
+        processes[1] = Process(rendezvous, [1], make_quantized_plan())
+        for process, ranks in zip(processes, ([0], [1], [2], [3]), strict=True):
+            process.ranks = ranks
+            process.plan = sf.rescale(process.plan, quantized_target_of(2, tp=1), ranks=ranks)
+        assert errors(members.update(2)) == []
+        assert [served(p.plan, [1, 2]) for p in processes[2:]] == ["2", "2"]
+        assert set(processes[0].plan.version.values()) == {2}

@@ -108,5 +108,5 @@ def test_any_dealing_of_ranks_to_processes_gives_the_meaning(case: Case, n: int,
 
 @settings(max_examples=200, deadline=None, suppress_health_check=SLOW)
 @given(quantized_cases(), st.integers(1, 6), st.integers(0, 1 << 30))
-def test_so_it_does_where_blocks_are_quantized(case: Case, n: int, seed: int) -> None:
+def test_any_dealing_gives_the_meaning_of_quantized_plans(case: Case, n: int, seed: int) -> None:
     deal(case, n, seed)

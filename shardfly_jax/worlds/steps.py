@@ -169,7 +169,9 @@ def steps_of(plan: Plan, held: frozenset[int], buffers: Mapping[Key, Shard]) -> 
     cutter = _Cutter(plan, held, buffers)
     ordered: list[Step] = []
     for row, k in zip(rows[concerned].tolist(), ks[concerned].tolist(), strict=True):
-        ordered += cutter.steps(moves.setdefault(row, plan.moves[row]), k)
+        if row not in moves:
+            moves[row] = plan.moves[row]
+        ordered += cutter.steps(moves[row], k)
     outgoing = tuple(step for step in ordered if step.pair[0] in held)
     incoming = tuple(step for step in ordered if step.pair[1] in held)
     needed = Counter(step.fills for step in incoming if step.fills)
