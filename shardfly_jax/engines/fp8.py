@@ -164,7 +164,7 @@ def quantized(builder: FusedBuilder, format: Fp8Block | Fp8Tensor) -> Side:
         if isinstance(format, Fp8Block):
             entries[name + BLOCK_SUFFIX] = scale_of(name)
         else:
-            entries[name + TENSOR_SUFFIX] = _rank_after_rank(builder, name)
+            entries[name + TENSOR_SUFFIX] = _rank_after_rank(name)
     return Side(role="rollout", params=nested(leaves), mapping=Mapping(entries), model=builder.model)
 
 
@@ -178,9 +178,9 @@ def _one_per_rank(builder: FusedBuilder, leaf: jax.ShapeDtypeStruct) -> tuple[tu
     return (experts * builder.ways(tuple(axes)),), NamedSharding(builder.mesh, PartitionSpec(tuple(axes)))
 
 
-def _rank_after_rank(builder: FusedBuilder, name: str) -> Expr:
-    """Scales [cuts of rows, cuts of columns] or [experts, cuts of rows, cuts of columns], flat, rank after rank."""
-    if not name.endswith("_weight"):
-        return scale_of(name).rearrange("r c -> (r c)")
-    groups = builder.ways(builder.cuts.experts)
-    return scale_of(name).rearrange("(g e) r c -> (g r c e)", g=groups)
+def _rank_after_rank(name: str) -> Expr:
+    """Scales [cuts of rows, cuts of columns] or [experts, cuts of rows, cuts of columns], flat, rank after rank.
+
+    No engine with such scales cuts both between experts and through them.
+    """
+    return scale_of(name).rearrange("e r c -> (r c e)" if name.endswith("_weight") else "r c -> (r c)")
