@@ -100,7 +100,7 @@ def test_powers_of_two_are_deepgemms() -> None:
     assert_same_bits(np.asarray(out["model.layers.1.mlp.down_proj.weight"]), codes)
 
 
-@pytest.mark.parametrize("quantization", ["fp8_block", "fp8_block_ue8m0", "fp8_tensor"])
+@pytest.mark.parametrize("quantization", ["fp8_block", "fp8_block_ue8m0", "fp8_tensor", "int8_channel"])
 def test_a_jitted_quantization_of_the_whole_tree_gives_the_same_bits(quantization: str) -> None:
     """What the demo races against."""
     for model in (DENSE, SPARSE):

@@ -76,17 +76,32 @@ def one_scale_by_hand(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return codes, np.array([scale])
 
 
+def rows_by_hand(x: np.ndarray, largest: float, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales [rows, 1] of a whole matrix, row by row, divided in float32."""
+    wide = x.astype(np.float32)
+    scales = np.array([[np.float32(np.abs(row).max() / np.float32(largest))] for row in wide], np.float32)
+    codes = np.clip(wide / scales, -largest, largest)
+    return (np.rint(codes) if dtype == np.int8 else codes).astype(dtype), scales
+
+
 By = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 BY_HAND: dict[str, By] = {
     "fp8_block": lambda x: blocks_by_hand(x, 128, 128),
     "fp8_block_ue8m0": ue8m0_by_hand,
     "fp8_tensor": one_scale_by_hand,
+    "fp8_channel": lambda x: rows_by_hand(x, 448, ml_dtypes.float8_e4m3fn),
+    "int8_channel": lambda x: rows_by_hand(x, 127, np.int8),
 }
+
+
+def suffix_of(quantization: str) -> str:
+    """`weight_scale_inv` for blocks, `weight_scale` else."""
+    return "_scale_inv" if "block" in quantization else "_scale"
 
 
 def quantized(rank: Arrays, quantization: str) -> Arrays:
     """A rank of an engine after loading, its linears and experts as codes and scales."""
-    by, suffix = BY_HAND[quantization], "_scale" if quantization == "fp8_tensor" else "_scale_inv"
+    by, suffix = BY_HAND[quantization], suffix_of(quantization)
     out = {}
     for name, weight in rank.items():
         if name.endswith(("w13_weight", "w2_weight")):
@@ -96,7 +111,7 @@ def quantized(rank: Arrays, quantization: str) -> Arrays:
             else:
                 each = [by(expert) for expert in weight]
             out[name], scales = (np.stack(part) for part in zip(*each, strict=True))
-            out[name + suffix] = scales.reshape(-1) if suffix == "_scale" else scales
+            out[name + suffix] = scales.reshape(-1) if quantization == "fp8_tensor" else scales
         elif name.endswith(tuple(f".{linear}.weight" for linear in LINEARS)):
             out[name], out[name + suffix] = by(weight)
         else:
@@ -226,6 +241,42 @@ def test_vllms_online_scales_follow_experts_over_data_parallel_ranks(
     place = ("ep", "ep_size") if expert_parallel else ("moe_tp", "moe_tp_size")
     ranks = [Rank(tp=k % 2, tp_size=2, **dict(zip(place, (k, 4), strict=True))) for k in range(4)]
     check_route(side, loaded, rollout, lambda k: vllm_rank(QWEN3_MOE, ck, ranks[k], "fp8_tensor"))
+
+
+def quantized_before(ck: Arrays, quantization: str) -> tuple[Arrays, Arrays]:
+    """A checkpoint's linears as codes and as scales [rows, 1], as compressed-tensors stores them."""
+    names = [n for n in ck if n.endswith("_proj.weight")]
+    each = {n: BY_HAND[quantization](ck[n]) for n in names}
+    return {n: codes for n, (codes, _) in each.items()}, {n: scales for n, (_, scales) in each.items()}
+
+
+@pytest.mark.parametrize("quantization", ["fp8_channel", "int8_channel"])
+@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("model", [QWEN3, LLAMA, QWEN3_MOE, GLM], ids=by_name)
+def test_channels_have_the_scales_of_their_whole_rows(
+    model: Model, tp: int, quantization: str, rng: np.random.Generator
+) -> None:
+    """vLLM loads codes like weights, and scales [rows, 1] like weights of one column that no rank cuts."""
+    wide = dataclasses.replace(model, heads=8)
+    side, loaded, ck = trained(wide, rng)
+    rollout = E.vllm.rollout(wide, rollout_mesh(tp), quantization=quantization)
+    codes, scales = quantized_before(ck, quantization)
+
+    def wanted(k: int) -> Arrays:
+        rank = Rank(tp=k, tp_size=tp, moe_tp=k, moe_tp_size=tp)
+        out = vllm_rank(wide, ck, rank, quantization)
+        held = vllm(wide, ck | {n: c.astype(np.float32) for n, c in codes.items()}, rank)
+        # one column of scales for each rank that cuts the columns: any of them is the scale
+        wide_scales = {n: np.repeat(s, ck[n].shape[1], 1) for n, s in scales.items()}
+        of_rows = vllm(wide, ck | wide_scales, rank)
+        for name in out:
+            if name.endswith("_scale"):
+                weight = name.removesuffix("_scale")
+                out[weight] = held[weight].astype(out[weight].dtype)
+                out[name] = np.ascontiguousarray(of_rows[weight][..., :1])
+        return out
+
+    check_route(side, loaded, rollout, wanted)
 
 
 # The engines' rule for sizes, by model: tps that do, with experts cut and with whole experts
@@ -420,6 +471,7 @@ def test_deepseeks_linears_are_quantized_and_nothing_else(engine: str) -> None:
         ("vllm", "gpt-oss-20b", {"quantization": "fp8_block"}, "gpt-oss-20b of family 'gpt_oss' is described unquant"),
         ("sglang", "gpt-oss-20b", {"quantization": "fp8_block"}, "described unquantized only"),
         ("vllm", "DeepSeek-V3", {"quantization": "fp8_tensor"}, "latent attention of DeepSeek-V3 only"),
+        ("vllm", "DeepSeek-V3", {"quantization": "int8_channel"}, "latent attention of DeepSeek-V3 only"),
         (
             "vllm", "Qwen3-30B-A3B", {"quantization": "fp8_tensor", "moe_backend": "flashinfer_cutlass"},
             "--moe-backend triton",

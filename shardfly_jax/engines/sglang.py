@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from shardfly_jax.engines import fp8
+from shardfly_jax.engines import quantized
 from shardfly_jax.engines.canonical import LAYER
 from shardfly_jax.engines.fused import Cuts, FusedBuilder, Placement
 from shardfly_jax.engines.models import Model, require_family
@@ -79,7 +79,7 @@ def rollout(
     if fuse_shared_experts is None:
         fuse_shared_experts = expert_parallel == 1 and _fuses_by_default(model)
     if quantization is not None:
-        fp8.require(model, quantization, QUANTIZATIONS, "sglang")
+        quantized.require(model, quantization, QUANTIZATIONS, "sglang")
     runners = RUNNERS if quantization is None else QUANTIZED_RUNNERS
     tp = axis_size("sglang", mesh, "tp")
     _check(model, tp, expert_parallel, moe_runner_backend, fuse_shared_experts, runners)
@@ -88,19 +88,19 @@ def rollout(
     _add_parameters(builder, dtype, moe_runner_backend, fuse_shared_experts, sinks_dtype, quantization is not None)
     if quantization is None:
         return builder.side("rollout")
-    format = fp8.FORMATS[quantization]
+    format = quantized.FORMATS[quantization]
     assert isinstance(format, Fp8Block)
     fused = fuse_shared_experts
 
-    def ways(t: int) -> fp8.Ways:
-        return fp8.Ways(tp=t, shared=None if fused else t, width=t // expert_parallel)
+    def ways(t: int) -> quantized.Ways:
+        return quantized.Ways(tp=t, shared=None if fused else t, width=t // expert_parallel)
 
-    fp8.check_blocks(model, format, ways, tp, multiple_of=expert_parallel)
-    return fp8.quantized(builder, format)
+    quantized.check_blocks(model, format, ways, tp, multiple_of=expert_parallel)
+    return quantized.side(builder, format)
 
 
 def _add_parameters(
-    builder: FusedBuilder, dtype: Any, runner: str, fuse_shared: bool, sinks_dtype: Any, quantized: bool
+    builder: FusedBuilder, dtype: Any, runner: str, fuse_shared: bool, sinks_dtype: Any, is_quantized: bool
 ) -> None:
     model = builder.model
     builder.outside_layers()
@@ -108,7 +108,7 @@ def _add_parameters(
         builder.attention(sinks_dtype=sinks_dtype)
     else:
         builder.latent_attention("fused_qkv_a_proj_with_mqa")
-        _absorbed(model, builder, "bfloat16" if quantized else None)
+        _absorbed(model, builder, "bfloat16" if is_quantized else None)
     builder.mlp()
     if model.experts is None:
         return

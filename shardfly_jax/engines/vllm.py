@@ -1,4 +1,4 @@
-"""vLLM as rollout: the parameters of `model.named_parameters()` in *kernel format*, unquantized or in fp8.
+"""vLLM as rollout: the parameters of `model.named_parameters()` in *kernel format*, unquantized or quantized.
 
 Names, shapes and order as in vLLM 0.21.0, `model_executor/`: `layers/{linear,vocab_parallel_embedding}.py`,
 `layers/fused_moe/{layer,config,unquantized_fused_moe_method,oracle/unquantized}.py`,
@@ -6,10 +6,11 @@ Names, shapes and order as in vLLM 0.21.0, `model_executor/`: `layers/{linear,vo
 experts do with the Triton backend. There the absorbed matrices of latent attention (`W_UK_T`, `W_UV`) are views of an
 unquantized `kv_b_proj.weight`, so that writing it in place renews them.
 
-Quantized, parameters are those of `layers/quantization/fp8.py`. The absorbed matrices are copies then, in the dtype of
-activations, that a write to `kv_b_proj` does not renew (`layers/attention/mla_attention.py`). They share one storage,
-which is a target of its own here, `self_attn.mla_attn.mla_attn.W_UK_T`: [rows of kv_b_proj, kv_rank], with DeepGEMM
-[kv_rank, rows of kv_b_proj]. It gets the trainer's own values; vLLM, when it loads, puts those of its codes there.
+Quantized, parameters are those of `layers/quantization/fp8.py`, or `compressed_tensors/` there. The absorbed matrices
+are copies then, in the dtype of activations, that a write to `kv_b_proj` does not renew
+(`layers/attention/mla_attention.py`). They share one storage, which is a target of its own here,
+`self_attn.mla_attn.mla_attn.W_UK_T`: [rows of kv_b_proj, kv_rank], with DeepGEMM [kv_rank, rows of kv_b_proj]. It gets
+the trainer's own values; vLLM, when it loads, puts those of its codes there.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shardfly_jax.engines import fp8
+from shardfly_jax.engines import quantized
 from shardfly_jax.engines.canonical import LAYER
 from shardfly_jax.engines.fused import Cuts, FusedBuilder, Placement
 from shardfly_jax.engines.models import Model, require_family
@@ -38,7 +39,8 @@ ALL2ALL = (*SEQUENCE_PARALLEL, "flashinfer_nvlink_two_sided", "flashinfer_nvlink
 
 UP_FIRST = {"triton": False, "flashinfer_cutlass": True}
 """`moe_backend`s whose experts a mapping can write, and whether the halves of w13 are swapped."""
-QUANTIZATIONS = ("fp8_block", "fp8_block_ue8m0", "fp8_tensor")
+QUANTIZATIONS = ("fp8_block", "fp8_block_ue8m0", "fp8_tensor", "fp8_channel", "int8_channel")
+LATENT_QUANTIZATIONS = QUANTIZATIONS[:2]
 
 
 def rollout(
@@ -67,15 +69,18 @@ def rollout(
         DeepSeek-V3 whole on every rank where TP, DP and EP meet.
       placement: The expert in each slot, of each layer if a dict: in vLLM's `round_robin` order, say, or as EPLB has
         chosen by now. None for vLLM's `linear`.
-      quantization: Linears and experts as e4m3 codes with scales, made from the trainer's own dtype.
+      quantization: Linears and experts as codes with scales, made from the trainer's own dtype.
         `fp8_block`: `weight_scale_inv` per 128 x 128 block, float32, as of an fp8 checkpoint, for the CUTLASS and
         Triton kernels (DeepGEMM not installed, or `VLLM_USE_DEEP_GEMM=0`).
         `fp8_block_ue8m0`: powers of two kept as float32, for DeepGEMM on Hopper, where it is vLLM's default if
         installed (`VLLM_USE_DEEP_GEMM_E8M0`). On Blackwell vLLM packs them into int32, and Marlin repacks weights: both
         have buffers of other shapes and are not described.
         `fp8_tensor`: `weight_scale` [1] per linear and [experts] for experts, over what each rank holds, so it changes
-        with tp: what `--quantization fp8` makes of a bfloat16 checkpoint. vLLM's linears are `.t()` of what is written
-        here. Not for latent attention.
+        with tp: what `--quantization fp8` makes of a bfloat16 checkpoint.
+        `fp8_channel`, `int8_channel`: `weight_scale` [..., rows, 1] over whole rows of all ranks together, as of a
+        compressed-tensors checkpoint (W8A8, dynamic activations, symmetric;
+        `schemes/compressed_tensors_w8a8_{fp8,int8}.py`, `compressed_tensors_moe_w8a8_{fp8,int8}.py`).
+        The last three are not for latent attention. vLLM keeps their linears as `.t()` of what is written here.
 
     Raises:
       PlanError: A family without a mapping, sizes that the mesh or blocks do not divide (all are listed), options that
@@ -100,7 +105,7 @@ def rollout(
         return builder.side("rollout")
     return _quantized(
         builder, quantization,
-        lambda t: fp8.Ways(tp=t, shared=1 if whole else t, width=1 if expert_parallel else t * dp),
+        lambda t: quantized.Ways(tp=t, shared=1 if whole else t, width=1 if expert_parallel else t * dp),
     )  # fmt: skip
 
 
@@ -123,13 +128,13 @@ def _add_parameters(builder: FusedBuilder, moe_backend: str) -> None:
     builder.shared_expert()
 
 
-def _quantized(builder: FusedBuilder, quantization: str, ways: Callable[[int], fp8.Ways]) -> Side:
+def _quantized(builder: FusedBuilder, quantization: str, ways: Callable[[int], quantized.Ways]) -> Side:
     """The rollout with its linears and experts as codes and scales."""
-    if isinstance(format := fp8.FORMATS[quantization], Fp8Block):
-        fp8.check_blocks(builder.model, format, ways, builder.ways(("tp",)))
+    if isinstance(format := quantized.FORMATS[quantization], Fp8Block):
+        quantized.check_blocks(builder.model, format, ways, builder.ways(("tp",)))
     if builder.model.latent is not None:
         _absorbed(builder, into_first=quantization == "fp8_block_ue8m0")
-    return fp8.quantized(builder, format)
+    return quantized.side(builder, format)
 
 
 def _absorbed(b: FusedBuilder, into_first: bool) -> None:
@@ -152,18 +157,18 @@ def _absorbed(b: FusedBuilder, into_first: bool) -> None:
 def _check_quantization(model: Model, quantization: Any, moe_backend: str) -> None:
     if quantization is None:
         return
-    fp8.require(model, quantization, QUANTIZATIONS, "vllm")
-    if quantization != "fp8_tensor":
+    quantized.require(model, quantization, QUANTIZATIONS, "vllm")
+    if quantization in LATENT_QUANTIZATIONS:
         return
     if model.latent is not None:
         raise PlanError(
-            f"engine: quantization of vllm is 'fp8_tensor', but for the latent attention of {model.name} only "
-            f"{list(QUANTIZATIONS[:2])} are described. Choose one of them."
+            f"engine: quantization of vllm is {quantization!r}, but for the latent attention of {model.name} only "
+            f"{list(LATENT_QUANTIZATIONS)} are described. Choose one of them."
         )
     if model.experts is not None and moe_backend != "triton":
         raise PlanError(
-            f"engine: moe_backend of vllm is {moe_backend!r}, but with quantization='fp8_tensor' only triton keeps the "
-            "experts as they are quantized. Start vLLM with --moe-backend triton."
+            f"engine: moe_backend of vllm is {moe_backend!r}, but with quantization={quantization!r} only triton keeps "
+            "the experts as they are quantized. Start vLLM with --moe-backend triton."
         )
 
 

@@ -2,7 +2,7 @@
 
 vLLM and SGLang quantize the same modules: all linears of the layers and the experts, given their `quant_config`. They
 keep embeddings, `lm_head`, norms, biases and the router as they are (`quantization/fp8.py` and
-`models/{qwen3,qwen3_moe,llama,deepseek_v2,glm4_moe}.py` of both).
+`models/{qwen3,qwen3_moe,llama,deepseek_v2,glm4_moe}.py` of both). Scales of experts are named `w13_weight_scale...`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,25 @@ from shardfly_jax.sharding.formats import np_dtype
 from shardfly_jax.sharding.grids import PLAIN, grid_shape
 from shardfly_jax.sharding.language import Expr, scale_of
 from shardfly_jax.sharding.mapping import Mapping
-from shardfly_jax.sharding.quantization import Fp8Block, Fp8Tensor, deepgemm_ue8m0, vllm_fp8_block, vllm_fp8_tensor
+from shardfly_jax.sharding.quantization import (
+    Format,
+    Fp8Block,
+    Fp8Channel,
+    Fp8Tensor,
+    Int8Channel,
+    deepgemm_ue8m0,
+    vllm_fp8_block,
+    vllm_fp8_tensor,
+)
 
-FORMATS: dict[str, Fp8Block | Fp8Tensor] = {
+FORMATS: dict[str, Format] = {
     "fp8_block": vllm_fp8_block(), "fp8_block_ue8m0": deepgemm_ue8m0(), "fp8_tensor": vllm_fp8_tensor(),
+    "fp8_channel": Fp8Channel(formula="divide"), "int8_channel": Int8Channel(),
 }  # fmt: skip
-"""By the name that engines take."""
+"""By the name that engines take. Channels are divided by their scales as in compressed-tensors 0.20.1
+(`quantization/lifecycle/forward_helpers.py`), whose int8 scales are `amax / 127.5` and codes down to -128, though."""
 
-BLOCK_SUFFIX, TENSOR_SUFFIX = "_scale_inv", "_scale"
+BLOCK_SUFFIX, SUFFIX = "_scale_inv", "_scale"
 """What both engines append to a weight's name: `weight_scale_inv` for blocks, `weight_scale` else."""
 
 FAMILIES = ("qwen3", "qwen3_moe", "llama3", "deepseek_v3", "glm4_moe")
@@ -141,41 +152,45 @@ def _sizes(m: Model, format: Fp8Block, ways: Ways) -> Iterator[tuple[str, int, i
             yield "columns of mlp.experts.w2_weight", m.experts.width // ways.width, columns
 
 
-def quantized(builder: FusedBuilder, format: Fp8Block | Fp8Tensor) -> Side:
+def side(builder: FusedBuilder, format: Format) -> Side:
     """The rollout that a builder has collected, with its linears and experts as codes, each followed by its scales.
 
-    Scales of blocks are sharded like their weight. Of those per rank, a linear has [1] and experts have [experts].
+    Scales of blocks are sharded like their weight, those of channels like its rows: ranks that cut the columns share
+    them. Of scales per rank, a linear has [1] and experts have [experts].
     """
+    suffix = BLOCK_SUFFIX if isinstance(format, Fp8Block) else SUFFIX
     leaves: dict[str, Any] = {}
     for name, leaf in builder.leaves.items():
         if not name.endswith(QUANTIZED):
             leaves[name] = leaf
             continue
         leaves[name] = jax.ShapeDtypeStruct(leaf.shape, np_dtype(format.codes), sharding=leaf.sharding)
-        if isinstance(format, Fp8Block):
-            shape, sharding = grid_shape(format, leaf.shape, PLAIN), leaf.sharding
-        else:
+        shape, sharding = grid_shape(format, leaf.shape, PLAIN), leaf.sharding
+        if isinstance(format, Fp8Tensor):
             shape, sharding = _one_per_rank(builder, leaf)
-        suffix = BLOCK_SUFFIX if isinstance(format, Fp8Block) else TENSOR_SUFFIX
+        elif isinstance(format, Fp8Channel):
+            sharding = NamedSharding(builder.mesh, PartitionSpec(*_cuts(leaf)[:-1]))
         leaves[name + suffix] = jax.ShapeDtypeStruct(shape, np_dtype(format.scale_dtype), sharding=sharding)
     entries = dict(builder.entries)
     for name in [name for name in entries if name.endswith(QUANTIZED)]:
         entries[name] = entries[name].quantize(format)
-        if isinstance(format, Fp8Block):
-            entries[name + BLOCK_SUFFIX] = scale_of(name)
-        else:
-            entries[name + TENSOR_SUFFIX] = _rank_after_rank(name)
+        per_rank = isinstance(format, Fp8Tensor)
+        entries[name + suffix] = _rank_after_rank(name) if per_rank else scale_of(name)
     return Side(role="rollout", params=nested(leaves), mapping=Mapping(entries), model=builder.model)
+
+
+def _cuts(leaf: jax.ShapeDtypeStruct) -> list[tuple[str, ...]]:
+    """The mesh axes that cut each axis of a leaf."""
+    assert isinstance(leaf.sharding, NamedSharding)
+    spec = [*leaf.sharding.spec, *(None,) * (len(leaf.shape) - len(leaf.sharding.spec))]
+    return [(cut,) if isinstance(cut, str) else tuple(cut or ()) for cut in spec]
 
 
 def _one_per_rank(builder: FusedBuilder, leaf: jax.ShapeDtypeStruct) -> tuple[tuple[int, ...], NamedSharding]:
     """Shape and sharding of scales of what each rank holds of a weight, rank after rank."""
-    assert isinstance(leaf.sharding, NamedSharding)
-    axes: list[str] = []
-    for cut in leaf.sharding.spec:
-        axes += (cut,) if isinstance(cut, str) else cut or ()
+    axes = tuple(axis for cut in _cuts(leaf) for axis in cut)
     experts = leaf.shape[0] // builder.ways(builder.cuts.experts) if len(leaf.shape) == 3 else 1
-    return (experts * builder.ways(tuple(axes)),), NamedSharding(builder.mesh, PartitionSpec(tuple(axes)))
+    return (experts * builder.ways(axes),), NamedSharding(builder.mesh, PartitionSpec(axes))
 
 
 def _rank_after_rank(name: str) -> Expr:
