@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh
 from rich.text import Text
 
 from shardfly_jax import engines
-from shardfly_jax.engines import fp8, hf, maxtext, sglang, tunix, vllm
+from shardfly_jax.engines import hf, maxtext, sglang, tunix, vllm
 from shardfly_jax.engines.models import Model
 from shardfly_jax.engines.side import Side
 from shardfly_jax.planning import Plan, make_plan
@@ -32,7 +32,7 @@ MAX_RANKS = 4096
 GPUS_PER_HOST = 8
 SHOWN_FAULTS = 8
 ROLLOUT_DTYPE = "bfloat16"
-QUANTIZATIONS = tuple(fp8.FORMATS)
+QUANTIZATIONS = vllm.QUANTIZATIONS
 TRAINER_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -74,14 +74,19 @@ def _vllm(model: Model, options: Mapping[str, int], dtype: str) -> Side:
     _need_experts("ep", options["ep"] == 1, model)
     _need_experts("dp", options["dp"] > 1, model)
     mesh = AbstractMesh((options["replicas"], options["dp"], options["tp"]), ("replica", "dp", "tp"))
-    quantization = QUANTIZATIONS[0] if options["fp8"] else None
-    return vllm.rollout(model, mesh, dtype=dtype, expert_parallel=bool(options["ep"]), quantization=quantization)
+    return vllm.rollout(
+        model, mesh, dtype=dtype, expert_parallel=bool(options["ep"]), quantization=_quantization(options)
+    )
 
 
 def _sglang(model: Model, options: Mapping[str, int], dtype: str) -> Side:
     _need_experts("ep", options["ep"] > 1, model)
     mesh = AbstractMesh((options["replicas"], options["tp"]), ("replica", "tp"))
-    return sglang.rollout(model, mesh, dtype=dtype, expert_parallel=options["ep"])
+    return sglang.rollout(model, mesh, dtype=dtype, expert_parallel=options["ep"], quantization=_quantization(options))
+
+
+def _quantization(options: Mapping[str, int]) -> str | None:
+    return QUANTIZATIONS[0] if options["fp8"] else None
 
 
 def _hf(model: Model, options: Mapping[str, int], dtype: str) -> Side:
@@ -109,7 +114,8 @@ ROLLOUTS: dict[str, Engine] = {
         families=vllm.FAMILIES, build=_vllm,
     ),
     "sglang": Engine(
-        options={"tp": 1, "ep": 1, "replicas": 1}, ranks=("tp", "replicas"), families=sglang.FAMILIES, build=_sglang,
+        options={"tp": 1, "ep": 1, "replicas": 1, "fp8": 0}, ranks=("tp", "replicas"), switches=("fp8",),
+        families=sglang.FAMILIES, build=_sglang,
     ),
     "hf": Engine(options={"replicas": 1}, ranks=("replicas",), families=hf.FAMILIES, build=_hf),
 }  # fmt: skip

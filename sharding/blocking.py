@@ -25,6 +25,7 @@ from shardfly_jax.sharding.layouts import Box, box_shape, dense_strides
 from shardfly_jax.sharding.lowering import MAX_DIMS, BlockView, Clipped, Lowerer, SourceShards, Template, merge_dims
 from shardfly_jax.sharding.pieces import TARGET, Digit, Piece, clip, clip_box, outside, span, split_blocks
 from shardfly_jax.sharding.quantization import Format
+from shardfly_jax.sharding.slot_boxes import boxes_of, merged, without
 
 MASK_SIZE = 1 << 24
 """Blocks up to which those that need slots are marked one by one; beyond, they are kept as boxes."""
@@ -121,7 +122,7 @@ class Blocks:
         self._seen: set[Box] = set()
         size = (layers[1] - layers[0], *self.grid)
         self._mask = np.zeros(size, bool) if math.prod(size) <= MASK_SIZE else None
-        self.slots: list[Slots] = []
+        self.fix([])
 
     @property
     def whole(self) -> Box:
@@ -156,7 +157,7 @@ class Blocks:
             self._mask[at] = True
             return
         for box in self._needed:
-            new = [rest for one in new for rest in _without(one, box)]
+            new = [rest for one in new for rest in without(one, box)]
         self._needed += new
 
     def need_split(self) -> None:
@@ -168,14 +169,25 @@ class Blocks:
     def slot_boxes(self) -> list[Box]:
         """Disjoint boxes of the blocks that need slots, as few as merging neighbours leaves."""
         if self._mask is None:
-            return _merged(self._needed)
+            return merged(self._needed)
         return [
             tuple(
                 (lo + start, hi + start)
                 for (lo, hi), start in zip(box, (self.layers[0], *[0] * len(self.grid)), strict=True)
             )
-            for box in _boxes(self._mask)
+            for box in boxes_of(self._mask)
         ]
+
+    def fix(self, slots: Sequence[Slots]) -> None:
+        """Settles the slots of this value."""
+        self.slots = list(slots)
+        self._bounds = np.array([one.box for one in slots], np.int64).reshape(len(slots), len(self.shape) + 1, 2)
+
+    def slots_of(self, part: Part) -> list[Slots]:
+        """The slots that hold blocks of a part, in order: there may be thousands of both."""
+        reach = np.array(part.blocks, np.int64)
+        near = ((self._bounds[:, :, 0] < reach[:, 1]) & (reach[:, 0] < self._bounds[:, :, 1])).all(1)
+        return [self.slots[k] for k in np.nonzero(near)[0]]
 
     def in_slots(self, part: Part, slots: Slots) -> Iterator[Part]:
         """What of a part has its blocks in a box of slots."""
@@ -259,7 +271,7 @@ class Blocks:
         for part in self.parts(self.whole, self.layers):
             piece = self.local_reduction(part)
             left = [] if piece is None else [piece]
-            for slots in self.slots:
+            for slots in self.slots_of(part) if left else ():
                 left = [rest for one in left for rest in outside(one, slots.box)]
             pieces += left
         for slots in self.slots:
@@ -349,44 +361,3 @@ def _joined(dims: Sequence[tuple[int, int, int, int]]) -> list[tuple[int, int, i
         else:
             out.append((n, *steps))  # type: ignore[arg-type]
     return out
-
-
-def _without(box: Box, other: Box) -> list[Box]:
-    """A box less another, as disjoint boxes."""
-    if any(hi <= lo2 or hi2 <= lo for (lo, hi), (lo2, hi2) in zip(box, other, strict=True)):
-        return [box]
-    out = []
-    for axis, ((lo, hi), (lo2, hi2)) in enumerate(zip(box, other, strict=True)):
-        for start, stop in ((lo, min(lo2, hi)), (max(hi2, lo), hi)):
-            if start < stop:
-                out.append((*box[:axis], (start, stop), *box[axis + 1 :]))
-        box = (*box[:axis], (max(lo, lo2), min(hi, hi2)), *box[axis + 1 :])
-    return out
-
-
-def _boxes(mask: np.ndarray) -> list[Box]:
-    """Disjoint boxes of the marked elements: runs of equal slices along each axis in turn."""
-    if mask.ndim == 0:
-        return [()] if mask else []
-    if not mask.any():
-        return []
-    flat = mask.reshape(len(mask), -1)
-    edges = [0, *(np.nonzero((flat[1:] != flat[:-1]).any(axis=1))[0] + 1).tolist(), len(mask)]
-    return [((lo, hi), *box) for lo, hi in itertools.pairwise(edges) for box in _boxes(mask[lo])]
-
-
-def _merged(boxes: Sequence[Box]) -> list[Box]:
-    """The same disjoint boxes, neighbours that make a box together joined, last axis first; sorted."""
-    out = sorted(boxes)
-    for axis in reversed(range(len(out[0]) if out else 0)):
-        found: list[Box] = []
-        for box in sorted(out, key=lambda b: (*b[:axis], *b[axis + 1 :], b[axis])):
-            last = found[-1] if found else None
-            if last and last[axis][1] == box[axis][0] and (*last[:axis], *last[axis + 1 :]) == (
-                *box[:axis], *box[axis + 1 :]
-            ):  # fmt: skip
-                found[-1] = (*box[:axis], (last[axis][0], box[axis][1]), *box[axis + 1 :])
-            else:
-                found.append(box)
-        out = found
-    return sorted(out)

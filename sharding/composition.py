@@ -2,13 +2,13 @@
 
 The inner mapping may define the layers of one name in parts, because they lie in several places: `h.{i:0:3}.w` in one
 stack and `h.{i:3:}.w` in another, or `h.{2*i}.w` and `h.{2*i+1}.w`. An entry of the outer mapping that reads `h.{i}.w`
-is then split in the same way: one entry per part, its layers renumbered so that `{i}` counts what the part counts. An
-entry that reads one layer by its number, `h.7.w`, gets that layer.
+is then split in the same way, one entry per part, its layers renumbered so that `{i}` counts what the part counts, and
+so is its `scale_of` or alias. An entry that reads one layer by its number, `h.7.w`, gets that layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping as AbstractMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping as AbstractMapping
 from typing import NamedTuple
 
 from shardfly_jax.sharding.errors import LanguageError
@@ -21,6 +21,7 @@ from shardfly_jax.sharding.language import (
     Src,
     Take,
     TakePerLayer,
+    nodes,
     rewrite,
     sources,
 )
@@ -64,11 +65,17 @@ def compose(outer: AbstractMapping[str, Expr], inner: AbstractMapping[str, Expr]
     parts = _Parts(inner)
     entries: dict[str, Expr] = {}
     for name, expr in outer.items():
-        for span in parts.spans(expr):
+        for span in parts.spans(_read(outer, expr)):
             within = _own_range(name_pattern(name), span)
             if not within.is_empty:
                 entries[name_pattern(name).renumbered(*within)] = _renumbered(expr, span.at, parts.reader(span))
     return Mapping(entries)
+
+
+def _read(outer: AbstractMapping[str, Expr], expr: Expr) -> list[str]:
+    """Names of all sources of an expression, and of the entry of which it is an alias or the scales."""
+    others = [node.name for node in nodes(expr) if isinstance(node, Alias | ScaleOf)]
+    return [name for one in (expr, *(outer[other] for other in others if other in outer)) for name in sources(one)]
 
 
 def undefined(outer: AbstractMapping[str, Expr], inner: AbstractMapping[str, Expr]) -> list[str]:
@@ -99,10 +106,10 @@ class _Parts:
             return any(other.match(name) is not None for other in self._by_shape.get(name_shape(name), ()))
         return _layer_hole(pattern) is not None and pattern.literals in self._of_layers
 
-    def spans(self, expr: Expr) -> list[Span]:
-        """Layers over which each source of an expression is one entry of the inner mapping."""
+    def spans(self, names: Iterable[str]) -> list[Span]:
+        """Layers over which each of some sources is one entry of the inner mapping."""
         found = [EVERY]
-        for name in sources(expr):
+        for name in names:
             if name not in self._inner and not name_pattern(name).is_literal:
                 found = [part for span in found for part in self._split(span, name)]
         return found

@@ -105,24 +105,26 @@ class QuantizedRows:
             blocks.need_split()
         load: dict[int, int] = {}
         for number, blocks in enumerate(self._blocks.values()):
+            fixed = []
             for k, box in enumerate(blocks.slot_boxes()):
                 family = self._base + len(self.slots)
                 slots = Slots(box, family, f"amax-{number}-{k}.{{i}}", -1)
                 holders = {rank for t in blocks.reductions(slots) for rank in self._rows.holders_of(t.family, t.shard)}
                 slots.owner = min(holders or {0}, key=lambda rank: (load.get(rank, 0), rank))
-                blocks.slots.append(slots)
+                fixed.append(slots)
                 self.slots.append(slots)
                 self.users.append(set())
                 (lo, hi), *grid = box
                 layout = Layout(blocks.grid, SLOT_DTYPE, {slots.owner: grid})
                 self.families.append(Family(STAGING, slots.name, lo, hi - lo, layout))
                 load[slots.owner] = load.get(slots.owner, 0) + layout.local_size(slots.owner) * (hi - lo)
+            blocks.fix(fixed)
         ready: dict[int, list[tuple[int, ...]]] = {}
         for blocks, index, group, band, part in self._waiting:
             expr = quantized(group.expr)
             assert expr is not None
             start = tuple(lo for lo, _ in group.box)
-            for slots in blocks.slots:
+            for slots in blocks.slots_of(part):
                 for inside in blocks.in_slots(part, slots):
                     self.users[slots.family - self._base].add(index)
                     made = blocks.encoded_with_slots(inside, slots, start, group.strides)

@@ -10,6 +10,8 @@ import math
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from shardfly_jax.sharding.formats import Amax, Encode, Step, ToScale
 from shardfly_jax.sharding.moves import Move, source_key, target_key
 from shardfly_jax.sharding.plan import Plan
@@ -30,11 +32,13 @@ class Match(NamedTuple):
       scales: That writes them in the plan.
       offset: Of the first one in its target, elements.
       steps: For each dimension of the encoding move; 0 within blocks.
+      box: Of the blocks that `scales` writes; its dimensions by falling source stride.
     """
 
     scales: Expansion
     offset: int
     steps: tuple[int, ...]
+    box: tuple[tuple[int, int], ...]
 
 
 def matches(plan: Plan) -> dict[Expansion, Match]:
@@ -66,8 +70,7 @@ def matches(plan: Plan) -> dict[Expansion, Match]:
     return {
         expansion: match
         for candidate, parts in found.items()
-        if sum(_blocks_in(e.move, plan.blocks[e.move.block].strides) for e in parts)
-        == _blocks_in(candidate.move, candidate.move.target_strides)
+        if _tile(candidate.move, [match.box for match in parts.values()])
         for expansion, match in parts.items()
     }
 
@@ -113,20 +116,31 @@ def _match(encoding: Expansion, scales: Expansion, across: Sequence[int]) -> Mat
     if (len(counts), len(written)) != wide or not counts.keys() <= written.keys() or min(written, default=1) < 1:
         return None
     rest = _start(encoding) - _start(scales)
-    offset = other.target_offset
+    offset, box = other.target_offset, []
     for read in sorted(written, reverse=True):
         n, step = written[read]
         index, rest = divmod(rest, read)
         if not 0 <= index <= n - counts.get(read, 1):
             return None
         offset += index * step
+        box.append((index, index + counts.get(read, 1)))
     steps = [written[read][1] if step else 0 for read, step in zip(move.source_strides, across, strict=True)]
-    return None if rest else Match(scales, offset, tuple(steps))
+    return None if rest else Match(scales, offset, tuple(steps), tuple(box))
 
 
 def _start(expansion: Expansion) -> int:
     return expansion.move.source_offset + expansion.k * expansion.move.source_offset_step
 
 
-def _blocks_in(move: Move, across: Sequence[int]) -> int:
-    return math.prod(n for n, step in zip(move.extents, across, strict=True) if step)
+def _tile(scales: Move, boxes: Sequence[tuple[tuple[int, int], ...]]) -> bool:
+    """Whether boxes of blocks hold each block that a move writes the scale of, and none twice (copies may repeat)."""
+    dims = zip(scales.extents, scales.source_strides, scales.target_strides, strict=True)
+    counts = [n for n, read, step in sorted(dims, key=lambda dim: -dim[1]) if step]
+    if sum(math.prod(hi - lo for lo, hi in box) for box in boxes) != math.prod(counts):
+        return False
+    if len(boxes) == 1:
+        return True
+    held = np.zeros(counts, bool)
+    for box in boxes:
+        held[tuple(slice(lo, hi) for lo, hi in box)] = True
+    return bool(held.all())

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from checkpoints import Arrays
+from checks import updated
 from jax.sharding import Mesh
 
 import shardfly_jax as sf
@@ -39,18 +40,18 @@ def placed(side: Side, arrays: Arrays) -> Any:
 def check_route(
     trainer: Side, loaded: Arrays, rollout: Side, wanted: Callable[[int], Arrays], **options: Any
 ) -> dict[str, jax.Array]:
-    """Syncs `loaded` from the trainer to the rollout and compares bits.
+    """Syncs `loaded` from the trainer to the rollout, whose memory is poisoned before, and compares bits.
 
     Args:
-      trainer: Float32, on devices.
+      trainer: On devices, in the dtypes of `loaded`.
       loaded: Its params by name.
-      rollout: Float32, on devices.
+      rollout: On devices.
       wanted: What a rank of the rollout's mesh holds after the engine's own loading, by name.
       **options: Of `make_plan`.
     """
     plan = sf.make_plan(trainer.params, rollout.params, sf.engines.route(trainer, rollout), **options)
     params = placed(trainer, loaded)
-    out = named(sf.sync(params, sf.register(plan)))
+    out = named(updated(params, sf.register(plan)))
     (ranks,) = {leaf.sharding.mesh.size for leaf in out.values()}
     for rank in range(ranks):
         want = wanted(rank)

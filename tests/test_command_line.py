@@ -100,8 +100,9 @@ def test_every_engine_can_be_explained(
     assert ranks in capsys.readouterr().out
 
 
-def test_a_quantized_rollout_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", *ROUTE[:-1], ROUTE[5] + ",fp8=1"]) == 0
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_quantized_rollout_is_explained(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", *ROUTE[:-1], f"{engine}:tp=2,fp8=1"]) == 0
     text = capsys.readouterr().out
     assert "Fp8Block per block" in text
     assert "weight_scale" in text

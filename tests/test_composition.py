@@ -6,12 +6,13 @@ import itertools
 
 import numpy as np
 import pytest
-from checks import check_meaning, fresh
+from checks import blocks_by_hand, check_meaning, fresh
 from hypothesis import given, strategies as st
 
 import shardfly_jax as sf
 from shardfly_jax.sharding.composition import undefined
 from shardfly_jax.sharding.evaluate import evaluate
+from shardfly_jax.sharding.quantization import Fp8Block
 
 
 def test_an_entry_is_split_where_the_inner_mapping_is() -> None:
@@ -33,8 +34,26 @@ def test_cycles_renumber_layers_lists_and_aliases() -> None:
         "t.{2*i+1}": sf.src("odd.{i}").take({0: [1], 1: [3]}, axis=0),
         "u.{2*i:1:}": sf.src("even")["{i}"],
         "u.{2*i+1}": sf.src("odd.{i}"),
-        "v.{i}": sf.alias("t.{i}"),
+        "v.{2*i}": sf.alias("t.{2*i}"),
+        "v.{2*i+1}": sf.alias("t.{2*i+1}"),
     }
+
+
+def test_scales_and_aliases_are_split_with_what_they_belong_to(rng: np.random.Generator) -> None:
+    w = {"first": fresh(rng, 2, 3, 4), "rest": fresh(rng, 3, 3, 4)}
+    inner = {"h.{i:0:2}.w": sf.src("first")["{i}"], "h.{i:2:}.w": sf.src("rest")["{i}-2"]}
+    outer = {
+        "t.{i}": sf.src("h.{i}.w").quantize(Fp8Block(rows=2, columns=2)), "t.{i}.scale": sf.scale_of("t.{i}"),
+        "u.{i}": sf.src("h.{i}.w"), "v.{i}": sf.alias("u.{i}"),
+    }  # fmt: skip
+    composed = sf.compose(outer, inner)
+    assert composed["t.{i:2:}.scale"] == sf.scale_of("t.{i}")
+    layers = [*w["first"], *w["rest"]]
+    each = [blocks_by_hand(layer, 2, 2) for layer in layers]
+    want = {f"t.{i}": codes for i, (codes, _) in enumerate(each)}
+    want |= {f"t.{i}.scale": scales for i, (_, scales) in enumerate(each)}
+    want |= {f"{name}.{i}": layer for name in "uv" for i, layer in enumerate(layers)}
+    check_meaning(composed, w, want, cuttings_of_target=[(None, 1)])
 
 
 def test_a_second_variable_passes_through(rng: np.random.Generator) -> None:

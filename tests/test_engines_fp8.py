@@ -100,7 +100,7 @@ def test_powers_of_two_are_deepgemms() -> None:
     assert_same_bits(np.asarray(out["model.layers.1.mlp.down_proj.weight"]), codes)
 
 
-@pytest.mark.parametrize("quantization", ["fp8_block", "fp8_block_ue8m0"])
+@pytest.mark.parametrize("quantization", ["fp8_block", "fp8_block_ue8m0", "fp8_tensor", "int8_channel"])
 def test_a_jitted_quantization_of_the_whole_tree_gives_the_same_bits(quantization: str) -> None:
     """What the demo races against."""
     for model in (DENSE, SPARSE):
@@ -109,37 +109,6 @@ def test_a_jitted_quantization_of_the_whole_tree_gives_the_same_bits(quantizatio
             have = out[key.partition(":")[2]]
             for mine, theirs in zip(have.addressable_shards, array.addressable_shards, strict=True):
                 assert_same_bits(np.asarray(mine.data), np.asarray(theirs.data), key)
-
-
-LEGAL = {  # vLLM's rule for 128 x 128 blocks, by model: experts cut by tp, and whole experts
-    "Qwen3-0.6B": ((1, 2, 4, 8), ()),
-    "Qwen3-8B": ((1, 2, 4, 8, 16, 32), ()),
-    "Qwen3-32B": ((1, 2, 4, 8), ()),
-    "Qwen3-30B-A3B": ((1, 2), (1, 2, 4, 8, 16, 32)),
-    "Qwen3-235B-A22B": ((1, 2, 4), (1, 2, 4, 8, 16, 32)),
-}
-
-
-@pytest.mark.parametrize("name", LEGAL)
-def test_sizes_that_blocks_do_not_divide_are_refused_before_planning(name: str) -> None:
-    model = sf.engines.model(name)
-    for expert_parallel, legal in enumerate(LEGAL[name]):
-        if expert_parallel and model.experts is None:
-            continue
-        for tp in (1, 2, 4, 8, 16, 32):
-            if model.heads % tp:
-                continue
-            mesh = AbstractMesh((1, tp), ("replica", "tp"))
-
-            def rollout(mesh: AbstractMesh = mesh, whole: bool = bool(expert_parallel)) -> sf.engines.Side:
-                return sf.engines.vllm.rollout(model, mesh, expert_parallel=whole, quantization="fp8_block")
-
-            if tp in legal:
-                rollout()
-            else:
-                with pytest.raises(sf.PlanError, match=r"indivisible.*per rank with tp=.*Choose tp from \[1") as caught:
-                    rollout()
-                assert str(list(legal)) in str(caught.value)
 
 
 def test_every_legal_qwen3_plans_without_staging_for_even_trainers() -> None:
@@ -152,8 +121,3 @@ def test_every_legal_qwen3_plans_without_staging_for_even_trainers() -> None:
         whole = sf.make_plan(trainer.params, plain.params, sf.engines.route(trainer, plain))
         assert plan.staging_nbytes == 0
         assert plan.egress_nbytes < 0.6 * whole.egress_nbytes
-
-
-def test_an_unknown_quantization_is_refused() -> None:
-    with pytest.raises(sf.PlanError, match=r"'int3', but one of \['fp8_block'"):
-        sf.engines.vllm.rollout(DENSE, AbstractMesh((1, 1), ("replica", "tp")), quantization="int3")

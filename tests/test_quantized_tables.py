@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
+from checks import cut, fresh
 from hypothesis import HealthCheck, given, settings
 from random_problems import Case, expected_buffers, source_buffers
 from random_quantized import quantized_cases
 from test_optable import long
 
+import shardfly_jax as sf
 from shardfly_jax.sharding import optable, quantized_records as q, records as r, slot_chunks
 from shardfly_jax.sharding.formats import Amax, Conversion, Encode, ToScale, check_finite, itemsize, np_dtype
+from shardfly_jax.sharding.layouts import Layout
 from shardfly_jax.sharding.moves import Key
 from shardfly_jax.sharding.ops import Inbox
 from shardfly_jax.sharding.optable import OpTable, OpTables, Phase
-from shardfly_jax.sharding.quantization import Fp8Block
+from shardfly_jax.sharding.problem import TargetTree
+from shardfly_jax.sharding.quantization import Fp8Block, Fp8Channel
 
 Memory = dict[Key | Inbox, np.ndarray]
 QUANTIZING = (r.BLOCK_ROWS, r.BLOCK_TRANSPOSE, r.REDUCE_ELEMENTS, r.ENCODE_ELEMENTS)
@@ -137,17 +143,33 @@ def test_following_the_records_quantizes_as_the_mapping_means(
     @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
     @given(quantized_cases())
     def run(case: Case) -> None:
-        plan = case.plan()
-        tables = optable.make_tables(plan, {rank: rank % devices for rank in range(plan.ranks)}, lambda key: key)
-        want = expected_buffers(case, plan)
-        memory: Memory = {key: np.full(flat.nbytes, 0xA5, np.uint8) for key, flat in want.items()}
-        memory |= source_buffers(case, plan)
-        memory |= {Inbox(d): np.zeros(tables.counters + n, np.uint32) for d, n in enumerate(tables.n_counters)}
-        follow(tables, memory)
-        for key, flat in want.items():
-            assert memory[key].tobytes() == flat.tobytes()
+        check_following(case, devices)
 
     run()
+
+
+def check_following(case: Case, devices: int) -> None:
+    plan = case.plan()
+    tables = optable.make_tables(plan, {rank: rank % devices for rank in range(plan.ranks)}, lambda key: key)
+    want = expected_buffers(case, plan)
+    memory: Memory = {key: np.full(flat.nbytes, 0xA5, np.uint8) for key, flat in want.items()}
+    memory |= source_buffers(case, plan)
+    memory |= {Inbox(d): np.zeros(tables.counters + n, np.uint32) for d, n in enumerate(tables.n_counters)}
+    follow(tables, memory)
+    for key, flat in want.items():
+        assert memory[key].tobytes() == flat.tobytes()
+
+
+def test_copies_of_one_row_do_not_pass_for_the_rows_of_their_scales(rng: np.random.Generator) -> None:
+    """Two ranks that encode the same row count as many blocks as the two rows whose scales one rank holds."""
+    mapping = sf.Mapping({
+        "t": sf.src("w").rearrange("a c -> a 1 c").take([0, 0], axis=1).quantize(Fp8Channel()), "s": sf.scale_of("t"),
+    })  # fmt: skip
+    rows, copies = [(0, 1), (1, 4)], [(0, 1), (1, 2)]
+    codes = Layout((4, 2, 2), "float8_e4m3fn", dict(enumerate((*at, (0, 2)) for at in itertools.product(rows, copies))))
+    scales = Layout((4, 2, 1), "float32", {0: [(0, 2), (0, 2), (0, 1)], 1: [(2, 4), (0, 2), (0, 1)]})
+    tree = TargetTree(name="rollout", tensors={"t": codes, "s": scales}, mapping=mapping, ranks=4)
+    check_following(Case({"w": fresh(rng, 4, 2)}, {"w": cut((4, 2), "float32")}, 1, [tree]), 1)
 
 
 def dim(extent: int, read: int, write: int, side: int = 0, block: int = 1) -> q.SideDim:

@@ -1,7 +1,7 @@
-"""SGLang as rollout: the parameters of `model.named_parameters()`, unquantized, and what SGLang derives from them.
+"""SGLang as rollout: the parameters of `model.named_parameters()`, unquantized or in fp8, and what it derives of them.
 
 Names, shapes and order as in SGLang 0.5.10.post1, `srt/`: `layers/{linear,vocab_parallel_embedding}.py`,
-`layers/moe/fused_moe_triton/layer.py`, `layers/quantization/unquant.py`, `distributed/parallel_state.py`,
+`layers/moe/fused_moe_triton/layer.py`, `layers/quantization/{unquant,fp8}.py`, `distributed/parallel_state.py`,
 `models/{qwen3,qwen3_moe,llama,deepseek_v2,glm4_moe,gpt_oss}.py`, `models/deepseek_common/deepseek_weight_loader.py`.
 
 SGLang keeps copies that a write to a parameter does not renew; they are targets of their own here:
@@ -9,6 +9,9 @@ SGLang keeps copies that a write to a parameter does not renew; they are targets
 * `self_attn.w_kc` and `self_attn.w_vc` (latent attention), by their storage: `w_kc.transpose(1, 2)` [heads, kv_rank,
   nope] and `w_vc.transpose(1, 2)` [heads, value, kv_rank], which are contiguous;
 * `mlp.gate._weight_fp32` (GLM-4.5), which exists from the first forward pass on.
+
+Quantized, `w_kc` and `w_vc` stay in bfloat16. They get the trainer's own values; SGLang, when it loads, puts those of
+its codes there. (`SGL_USE_DEEPGEMM_BMM`, which is off by default, keeps codes there: not described.)
 
 Data-parallel attention (`--enable-dp-attention`) and DeepEP are not described.
 """
@@ -20,16 +23,21 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from shardfly_jax.engines import quantized
 from shardfly_jax.engines.canonical import LAYER
 from shardfly_jax.engines.fused import Cuts, FusedBuilder, Placement
 from shardfly_jax.engines.models import Model, require_family
 from shardfly_jax.engines.side import AnyMesh, Side, axis_size
 from shardfly_jax.sharding.errors import PlanError
 from shardfly_jax.sharding.language import src
+from shardfly_jax.sharding.quantization import Fp8Block
 
 FAMILIES = ("qwen3", "qwen3_moe", "llama3", "deepseek_v3", "gpt_oss", "glm4_moe")
 RUNNERS = ("triton", "triton_kernel", "flashinfer_cutlass")
 """`moe_runner_backend`s whose experts a mapping can write."""
+QUANTIZED_RUNNERS = ("triton", "cutlass")
+"""Those of quantized experts."""
+QUANTIZATIONS = ("fp8_block", "fp8_block_ue8m0")
 
 
 def rollout(
@@ -42,6 +50,7 @@ def rollout(
     fuse_shared_experts: bool | None = None,
     sinks_dtype: Any = "bfloat16",
     placement: Placement | None = None,
+    quantization: str | None = None,
 ) -> Side:
     """The rollout side of a model.
 
@@ -52,45 +61,69 @@ def rollout(
       expert_parallel: `--ep-size`, a divisor of tp: so many groups of ranks share out whole experts; inside a group
         each expert is cut.
       moe_runner_backend: What SGLang runs with (`--moe-runner-backend`; its own default, `auto`, is `triton`, but for
-        gpt-oss `triton_kernel`). `triton`, `triton_kernel` or `flashinfer_cutlass`.
+        gpt-oss `triton_kernel`). `triton`, `triton_kernel` or `flashinfer_cutlass`; quantized, `triton` or `cutlass`.
       fuse_shared_experts: Whether the shared expert is the last routed one. None for what SGLang does on NVIDIA GPUs:
         yes for DeepSeek-V3's sizes and GLM-4.5 without expert parallelism; `--disable-shared-experts-fusion` is False.
       sinks_dtype: Of gpt-oss' sinks: float32 with the `trtllm_mha` attention backend.
       placement: The expert in each slot, of each layer if a dict, as EPLB has chosen by now. None for rising order.
+      quantization: Linears and experts as e4m3 codes with `weight_scale_inv` per 128 x 128 block, float32, as of an fp8
+        checkpoint, made from the trainer's own dtype. SGLang makes no such scales, it only reads them; those of
+        `fp8_block` are vLLM's. `fp8_block_ue8m0` has the powers of two of its `per_block_cast_to_fp8`, kept as float32.
+        On Blackwell SGLang packs them into int32 for DeepGEMM: buffers of another shape, which are not described.
 
     Raises:
-      PlanError: A family without a mapping, sizes that the mesh does not divide (all are listed), options that SGLang
-        does not combine, or a backend that rearranges experts after loading.
+      PlanError: A family without a mapping, sizes that the mesh or blocks do not divide (all are listed), options that
+        SGLang does not combine, or a backend that rearranges experts after loading.
     """
     require_family(model, FAMILIES, "sglang")
     if fuse_shared_experts is None:
         fuse_shared_experts = expert_parallel == 1 and _fuses_by_default(model)
-    _check(model, axis_size("sglang", mesh, "tp"), expert_parallel, moe_runner_backend, fuse_shared_experts)
+    if quantization is not None:
+        quantized.require(model, quantization, QUANTIZATIONS, "sglang")
+    runners = RUNNERS if quantization is None else QUANTIZED_RUNNERS
+    tp = axis_size("sglang", mesh, "tp")
+    _check(model, tp, expert_parallel, moe_runner_backend, fuse_shared_experts, runners)
     mesh, cuts = _cuts(mesh, expert_parallel)
     builder = FusedBuilder(model, mesh, cuts, dtype, placement)
+    _add_parameters(builder, dtype, moe_runner_backend, fuse_shared_experts, sinks_dtype, quantization is not None)
+    if quantization is None:
+        return builder.side("rollout")
+    format = quantized.FORMATS[quantization]
+    assert isinstance(format, Fp8Block)
+    fused = fuse_shared_experts
+
+    def ways(t: int) -> quantized.Ways:
+        return quantized.Ways(tp=t, shared=None if fused else t, width=t // expert_parallel)
+
+    quantized.check_blocks(model, format, ways, tp, multiple_of=expert_parallel)
+    return quantized.side(builder, format)
+
+
+def _add_parameters(
+    builder: FusedBuilder, dtype: Any, runner: str, fuse_shared: bool, sinks_dtype: Any, is_quantized: bool
+) -> None:
+    model = builder.model
     builder.outside_layers()
     if model.latent is None:
         builder.attention(sinks_dtype=sinks_dtype)
     else:
         builder.latent_attention("fused_qkv_a_proj_with_mqa")
-        _absorbed(model, builder)
+        _absorbed(model, builder, "bfloat16" if is_quantized else None)
     builder.mlp()
     if model.experts is None:
-        return builder.side("rollout")
-    into_first = moe_runner_backend == "triton_kernel"
+        return
+    into_first = runner == "triton_kernel"
     if model.experts.interleaved:
         builder.interleaved_experts(("w13_weight_bias", "w2_weight_bias"), "float32", into_first)
-        return builder.side("rollout")
+        return
     builder.router()
     if model.family == "glm4_moe":
         gate = src(LAYER + "mlp.gate.weight").astype(dtype)  # a copy of the parameter, with its rounding
         shape = (model.experts.count, model.hidden)
         builder.add(LAYER + "mlp.gate._weight_fp32", gate, shape, layers=model.sparse_layers, dtype="float32")
-    up_first = moe_runner_backend == "flashinfer_cutlass"
-    builder.experts(up_first=up_first, into_first=into_first, shared=fuse_shared_experts)
-    if not fuse_shared_experts:
+    builder.experts(up_first=runner == "flashinfer_cutlass", into_first=into_first, shared=fuse_shared)
+    if not fuse_shared:
         builder.shared_expert()
-    return builder.side("rollout")
 
 
 def _fuses_by_default(m: Model) -> bool:
@@ -100,7 +133,7 @@ def _fuses_by_default(m: Model) -> bool:
     return m.family == "glm4_moe" or (m.family == "deepseek_v3" and m.experts.count == 256)
 
 
-def _check(m: Model, tp: int, ep: int, runner: str, fused: bool) -> None:
+def _check(m: Model, tp: int, ep: int, runner: str, fused: bool, runners: tuple[str, ...]) -> None:
     if isinstance(ep, bool) or not isinstance(ep, int):
         raise PlanError(
             f"engine: expert_parallel of sglang is {ep!r}, but it is a number of groups of ranks (--ep-size). Give a "
@@ -112,16 +145,16 @@ def _check(m: Model, tp: int, ep: int, runner: str, fused: bool) -> None:
     if m.experts is None:
         if ep > 1:
             faults.append(f"engine: expert_parallel of sglang is {ep}, but {m.name} has no experts. Leave it out.")
-        if runner not in RUNNERS:
+        if runner not in runners:
             faults.append(
-                f"engine: moe_runner_backend of sglang is {runner!r}, but one of {list(RUNNERS)} is needed, and "
+                f"engine: moe_runner_backend of sglang is {runner!r}, but one of {list(runners)} is needed, and "
                 f"{m.name} has no experts. Leave it out."
             )
         if faults:
             raise PlanError(faults)
         return
-    if runner not in RUNNERS or (m.experts.interleaved and runner == "flashinfer_cutlass"):
-        usable = RUNNERS[:2] if m.experts.interleaved else RUNNERS
+    if runner not in runners or (m.experts.interleaved and runner == "flashinfer_cutlass"):
+        usable = RUNNERS[:2] if m.experts.interleaved else runners
         faults.append(
             f"engine: moe_runner_backend of sglang is {runner!r}, but only {list(usable)} keep the experts of {m.name} "
             "as they are loaded. Start SGLang with --moe-runner-backend triton; or let it load and rearrange them: "
@@ -165,11 +198,12 @@ def _cuts(mesh: AnyMesh, ep: int) -> tuple[AnyMesh, Cuts]:
     return AbstractMesh(tuple(sizes), names), cuts
 
 
-def _absorbed(m: Model, b: FusedBuilder) -> None:
+def _absorbed(m: Model, b: FusedBuilder, dtype: str | None) -> None:
     """Halves of `kv_b_proj` that decoding multiplies into queries and outputs (`post_load_weights`)."""
     assert m.latent is not None
     mla, layers, tp = m.latent, range(m.layers), b.cuts.tp
     both = src(LAYER + "self_attn.kv_b_proj.weight").rearrange("(n x) r -> n x r", x=mla.nope + mla.value)
     keys = both[:, : mla.nope].rearrange("n x r -> n r x")
-    b.add(LAYER + "self_attn.w_kc", keys, (m.heads, mla.kv_rank, mla.nope), tp, layers=layers)
-    b.add(LAYER + "self_attn.w_vc", both[:, mla.nope :], (m.heads, mla.value, mla.kv_rank), tp, layers=layers)
+    b.add(LAYER + "self_attn.w_kc", keys, (m.heads, mla.kv_rank, mla.nope), tp, layers=layers, dtype=dtype)
+    values = both[:, mla.nope :]
+    b.add(LAYER + "self_attn.w_vc", values, (m.heads, mla.value, mla.kv_rank), tp, layers=layers, dtype=dtype)

@@ -1,22 +1,31 @@
-"""vLLM as rollout: the parameters of `model.named_parameters()` in *kernel format*, unquantized.
+"""vLLM as rollout: the parameters of `model.named_parameters()` in *kernel format*, unquantized or quantized.
 
 Names, shapes and order as in vLLM 0.21.0, `model_executor/`: `layers/{linear,vocab_parallel_embedding}.py`,
 `layers/fused_moe/{layer,config,unquantized_fused_moe_method,oracle/unquantized}.py`,
 `models/{qwen3,qwen3_moe,llama,deepseek_v2,glm4_moe,gpt_oss}.py`. On CUDA, linears keep the layout of their loader, and
 experts do with the Triton backend. There the absorbed matrices of latent attention (`W_UK_T`, `W_UV`) are views of an
 unquantized `kv_b_proj.weight`, so that writing it in place renews them.
+
+Quantized, parameters are those of `layers/quantization/fp8.py`, or `compressed_tensors/` there. The absorbed matrices
+are copies then, in the dtype of activations, that a write to `kv_b_proj` does not renew
+(`layers/attention/mla_attention.py`). They share one storage, which is a target of its own here,
+`self_attn.mla_attn.mla_attn.W_UK_T`: [rows of kv_b_proj, kv_rank], with DeepGEMM [kv_rank, rows of kv_b_proj]. It gets
+the trainer's own values; vLLM, when it loads, puts those of its codes there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from shardfly_jax.engines import fp8
+from shardfly_jax.engines import quantized
+from shardfly_jax.engines.canonical import LAYER
 from shardfly_jax.engines.fused import Cuts, FusedBuilder, Placement
 from shardfly_jax.engines.models import Model, require_family
-from shardfly_jax.engines.side import AnyMesh, Side, axis_size, nested
+from shardfly_jax.engines.side import AnyMesh, Side, axis_size
 from shardfly_jax.sharding.errors import PlanError
-from shardfly_jax.sharding.mapping import Mapping
+from shardfly_jax.sharding.language import src
+from shardfly_jax.sharding.quantization import Fp8Block
 
 FAMILIES = ("qwen3", "qwen3_moe", "llama3", "deepseek_v3", "gpt_oss", "glm4_moe")
 
@@ -30,12 +39,8 @@ ALL2ALL = (*SEQUENCE_PARALLEL, "flashinfer_nvlink_two_sided", "flashinfer_nvlink
 
 UP_FIRST = {"triton": False, "flashinfer_cutlass": True}
 """`moe_backend`s whose experts a mapping can write, and whether the halves of w13 are swapped."""
-QUANTIZED_FAMILIES = ("qwen3", "qwen3_moe")
-QUANTIZED = (
-    ".self_attn.qkv_proj.weight", ".self_attn.o_proj.weight", ".mlp.gate_up_proj.weight", ".mlp.down_proj.weight",
-    ".mlp.experts.w13_weight", ".mlp.experts.w2_weight",
-)  # fmt: skip
-"""Endings of the weights that fp8 quantizes; `quantization/fp8.py` names their scales with `_scale_inv`."""
+QUANTIZATIONS = ("fp8_block", "fp8_block_ue8m0", "fp8_tensor", "fp8_channel", "int8_channel")
+LATENT_QUANTIZATIONS = QUANTIZATIONS[:2]
 
 
 def rollout(
@@ -64,10 +69,18 @@ def rollout(
         DeepSeek-V3 whole on every rank where TP, DP and EP meet.
       placement: The expert in each slot, of each layer if a dict: in vLLM's `round_robin` order, say, or as EPLB has
         chosen by now. None for vLLM's `linear`.
-      quantization: `fp8_block` or `fp8_block_ue8m0`: linears and experts as e4m3 codes with scales per 128 x 128 block,
-        from the trainer's own dtype. Embeddings, `lm_head`, norms and the router stay as they are. This is what vLLM's
-        CUTLASS and Triton kernels read, and with `_ue8m0` DeepGEMM on Hopper; it repacks weights for Marlin and scales
-        for Blackwell.
+      quantization: Linears and experts as codes with scales, made from the trainer's own dtype.
+        `fp8_block`: `weight_scale_inv` per 128 x 128 block, float32, as of an fp8 checkpoint, for the CUTLASS and
+        Triton kernels (DeepGEMM not installed, or `VLLM_USE_DEEP_GEMM=0`).
+        `fp8_block_ue8m0`: powers of two kept as float32, for DeepGEMM on Hopper, where it is vLLM's default if
+        installed (`VLLM_USE_DEEP_GEMM_E8M0`). On Blackwell vLLM packs them into int32, and Marlin repacks weights: both
+        have buffers of other shapes and are not described.
+        `fp8_tensor`: `weight_scale` [1] per linear and [experts] for experts, over what each rank holds, so it changes
+        with tp: what `--quantization fp8` makes of a bfloat16 checkpoint.
+        `fp8_channel`, `int8_channel`: `weight_scale` [..., rows, 1] over whole rows of all ranks together, as of a
+        compressed-tensors checkpoint (W8A8, dynamic activations, symmetric;
+        `schemes/compressed_tensors_w8a8_{fp8,int8}.py`, `compressed_tensors_moe_w8a8_{fp8,int8}.py`).
+        The last three are not for latent attention. vLLM keeps their linears as `.t()` of what is written here.
 
     Raises:
       PlanError: A family without a mapping, sizes that the mesh or blocks do not divide (all are listed), options that
@@ -77,6 +90,7 @@ def rollout(
     tp, dp = axis_size("vllm", mesh, "tp"), dict(mesh.shape).get("dp", 1)
     _check_expert_parallel(model, expert_parallel)
     exchanges = expert_parallel and dp > 1
+    _check_quantization(model, quantization, moe_backend)
     _check_backends(model, moe_backend, all2all_backend, exchanges)
     ranks = ("dp", "tp") if "dp" in mesh.axis_names else ("tp",)
     # glm4_moe.py does not pass is_sequence_parallel on to its shared expert
@@ -89,8 +103,10 @@ def rollout(
     _add_parameters(builder, moe_backend)
     if quantization is None:
         return builder.side("rollout")
-    width_cuts = dp if "dp" in mesh.axis_names and not expert_parallel else 1
-    return _quantized(builder, quantization, tp, width_cuts, expert_parallel)
+    return _quantized(
+        builder, quantization,
+        lambda t: quantized.Ways(tp=t, shared=1 if whole else t, width=1 if expert_parallel else t * dp),
+    )  # fmt: skip
 
 
 def _add_parameters(builder: FusedBuilder, moe_backend: str) -> None:
@@ -112,25 +128,48 @@ def _add_parameters(builder: FusedBuilder, moe_backend: str) -> None:
     builder.shared_expert()
 
 
-def _quantized(builder: FusedBuilder, quantization: str, tp: int, dp: int, expert_parallel: bool) -> Side:
+def _quantized(builder: FusedBuilder, quantization: str, ways: Callable[[int], quantized.Ways]) -> Side:
     """The rollout with its linears and experts as codes and scales."""
-    model = builder.model
-    require_family(model, QUANTIZED_FAMILIES, f"vllm with quantization={quantization!r}")
-    format = fp8.format_of(quantization)
-    ways = {t for t in (1, 2, 4, 8, 16, 32, tp) if model.heads % t == 0}
-    sizes = {t: _block_sizes(model, t, 1 if expert_parallel else t * dp) for t in sorted(ways)}
-    if faults := fp8.faults(model.name, format, sizes, tp):
-        raise PlanError(faults)
-    leaves, mapping = fp8.quantized(builder.leaves, Mapping(builder.entries), format, QUANTIZED, "_scale_inv")
-    return Side(role="rollout", params=nested(leaves), mapping=mapping, model=model)
+    if isinstance(format := quantized.FORMATS[quantization], Fp8Block):
+        quantized.check_blocks(builder.model, format, ways, builder.ways(("tp",)))
+    if builder.model.latent is not None:
+        _absorbed(builder, into_first=quantization == "fp8_block_ue8m0")
+    return quantized.side(builder, format)
 
 
-def _block_sizes(m: Model, tp: int, width_cuts: int) -> dict[str, int]:
-    """What fp8 blocks must divide: parts of fused rows, and columns that are cut (`validate_fp8_block_shape`)."""
-    sizes = {"query rows": m.heads * m.head_dim // tp, "key rows": max(m.kv_heads, tp) * m.head_dim // tp}
-    if m.experts is None:
-        return sizes | {"MLP width": m.width // tp}
-    return sizes | {"expert width": m.experts.width // width_cuts}
+def _absorbed(b: FusedBuilder, into_first: bool) -> None:
+    """What `MLAAttention.process_weights_after_loading` keeps beside a quantized `kv_b_proj`.
+
+    Args:
+      into_first: [kv_rank, rows] instead of [rows, kv_rank], as DeepGEMM's product with an identity matrix leaves it
+        (`get_and_maybe_dequant_weights`).
+    """
+    m = b.model
+    assert m.latent is not None
+    whole, layers, tp = src(LAYER + "self_attn.kv_b_proj.weight"), range(m.layers), b.cuts.tp
+    rows, name = m.heads * (m.latent.nope + m.latent.value), LAYER + "self_attn.mla_attn.mla_attn.W_UK_T"
+    if into_first:
+        b.add(name, whole.rearrange("n r -> r n"), (m.latent.kv_rank, rows), (), tp, layers=layers)
+    else:
+        b.add(name, whole, (rows, m.latent.kv_rank), tp, layers=layers)
+
+
+def _check_quantization(model: Model, quantization: Any, moe_backend: str) -> None:
+    if quantization is None:
+        return
+    quantized.require(model, quantization, QUANTIZATIONS, "vllm")
+    if quantization in LATENT_QUANTIZATIONS:
+        return
+    if model.latent is not None:
+        raise PlanError(
+            f"engine: quantization of vllm is {quantization!r}, but for the latent attention of {model.name} only "
+            f"{list(LATENT_QUANTIZATIONS)} are described. Choose one of them."
+        )
+    if model.experts is not None and moe_backend != "triton":
+        raise PlanError(
+            f"engine: moe_backend of vllm is {moe_backend!r}, but with quantization={quantization!r} only triton keeps "
+            "the experts as they are quantized. Start vLLM with --moe-backend triton."
+        )
 
 
 def _check_expert_parallel(model: Model, given: bool) -> None:

@@ -1,0 +1,490 @@
+"""vLLM and SGLang in fp8: every rank's codes and scales against the engines' loading, and the rule for sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import Arrays, checkpoint, into_maxtext, into_tunix
+from checks import blocks_by_hand, by_hand
+from engine_checks import check_route, mesh, named
+from hypothesis import given, strategies as st
+from jax.sharding import AbstractMesh
+from rollout_loaders import Rank, sglang, vllm
+
+import shardfly_jax as sf
+from shardfly_jax.engines.models import Experts, Latent, Model
+from shardfly_jax.engines.side import Side
+
+E = sf.engines
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+QWEN3 = Model(
+    name="qwen", family="qwen3", layers=1, hidden=192, heads=4, kv_heads=2, head_dim=128, width=512, vocab=64,
+    tied=True, qk_norm=True,
+)  # fmt: skip
+LLAMA = dataclasses.replace(QWEN3, name="llama", family="llama3", qk_norm=False, tied=False)
+QWEN3_MOE = dataclasses.replace(
+    QWEN3, name="qwen-moe", family="qwen3_moe", tied=False, experts=Experts(count=4, width=512)
+)
+GLM = dataclasses.replace(
+    QWEN3, name="glm", family="glm4_moe", layers=2, tied=False, qkv_bias=True,
+    experts=Experts(count=4, width=512, dense_layers=1, shared_width=512, correction=True),
+)  # fmt: skip
+# 352 rows of the fused compressions and 160 columns end inside a block; a head's 192 rows are one and a half
+DEEPSEEK = Model(
+    name="deepseek", family="deepseek_v3", layers=2, hidden=192, heads=8, kv_heads=8, head_dim=192, width=512, vocab=64,
+    tied=False, experts=Experts(count=4, width=512, dense_layers=1, shared_width=512, correction=True),
+    latent=Latent(q_rank=128, kv_rank=160, nope=128, rope=64, value=64),
+)  # fmt: skip
+MOONLIGHT = dataclasses.replace(
+    DEEPSEEK, name="moonlight", latent=Latent(q_rank=None, kv_rank=160, nope=128, rope=64, value=64)
+)
+MODELS = (QWEN3, LLAMA, QWEN3_MOE, GLM, DEEPSEEK, MOONLIGHT)
+
+LINEARS = (
+    "qkv_proj", "o_proj", "q_proj", "q_b_proj", "kv_b_proj", "kv_a_proj_with_mqa", "fused_qkv_a_proj",
+    "fused_qkv_a_proj_with_mqa", "gate_up_proj", "down_proj",
+)  # fmt: skip
+"""What both engines give their `quant_config`; routers, norms, embeddings and heads get none."""
+
+
+def by_name(m: Model) -> str:
+    return m.name
+
+
+def ue8m0_by_hand(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales of a matrix, block by block: DeepGEMM's `per_block_cast_to_fp8(use_ue8m0=True)`, in float64."""
+    n, k = x.shape
+    codes, scales = np.empty(x.shape, ml_dtypes.float8_e4m3fn), np.empty((-(-n // 128), -(-k // 128)), np.float32)
+    for a, b in np.ndindex(scales.shape):
+        at = slice(a * 128, (a + 1) * 128), slice(b * 128, (b + 1) * 128)
+        block = x[at].astype(np.float64)
+        scales[a, b] = 2.0 ** np.ceil(np.log2(max(np.abs(block).max(), 1e-4) / 448))
+        codes[at] = np.clip(block / scales[a, b], -448, 448).astype(np.float32)
+    return codes, scales
+
+
+def one_scale_by_hand(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`ops.scaled_fp8_quant(weight)`: one scale for all that the rank holds, [1]."""
+    codes, scale = by_hand(x, floor=0)
+    return codes, np.array([scale])
+
+
+def rows_by_hand(x: np.ndarray, largest: float, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales [rows, 1] of a whole matrix, row by row, divided in float32."""
+    wide = x.astype(np.float32)
+    scales = np.array([[np.float32(np.abs(row).max() / np.float32(largest))] for row in wide], np.float32)
+    codes = np.clip(wide / scales, -largest, largest)
+    return (np.rint(codes) if dtype == np.int8 else codes).astype(dtype), scales
+
+
+By = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+BY_HAND: dict[str, By] = {
+    "fp8_block": lambda x: blocks_by_hand(x, 128, 128),
+    "fp8_block_ue8m0": ue8m0_by_hand,
+    "fp8_tensor": one_scale_by_hand,
+    "fp8_channel": lambda x: rows_by_hand(x, 448, ml_dtypes.float8_e4m3fn),
+    "int8_channel": lambda x: rows_by_hand(x, 127, np.int8),
+}
+
+
+def suffix_of(quantization: str) -> str:
+    """`weight_scale_inv` for blocks, `weight_scale` else."""
+    return "_scale_inv" if "block" in quantization else "_scale"
+
+
+def quantized(rank: Arrays, quantization: str) -> Arrays:
+    """A rank of an engine after loading, its linears and experts as codes and scales."""
+    by, suffix = BY_HAND[quantization], suffix_of(quantization)
+    out = {}
+    for name, weight in rank.items():
+        if name.endswith(("w13_weight", "w2_weight")):
+            if name.endswith("w13_weight") and suffix == "_scale_inv":  # halves are loaded one by one
+                halves = [[by(half) for half in np.split(expert, 2)] for expert in weight]
+                each = [tuple(np.concatenate(part) for part in zip(*pair, strict=True)) for pair in halves]
+            else:
+                each = [by(expert) for expert in weight]
+            out[name], scales = (np.stack(part) for part in zip(*each, strict=True))
+            out[name + suffix] = scales.reshape(-1) if quantization == "fp8_tensor" else scales
+        elif name.endswith(tuple(f".{linear}.weight" for linear in LINEARS)):
+            out[name], out[name + suffix] = by(weight)
+        else:
+            keeps = name.endswith(("e_score_correction_bias", "_weight_fp32"))
+            out[name] = weight if keeps else weight.astype(BFLOAT16)
+    return out
+
+
+def trained(model: Model, rng: np.random.Generator) -> tuple[Side, Arrays, Arrays]:
+    """A trainer in bfloat16 whose shards cut through blocks, its params, and the checkpoint that they are."""
+    ck = {n: (w * 0.05).astype(BFLOAT16).astype(np.float32) for n, w in checkpoint(model, rng).items()}
+    if model.latent is not None:
+        side = E.maxtext.trainer(model, mesh((2, 2), ("fsdp", "tensor")))
+        loaded = into_maxtext(model, ck, True)
+    elif model.family in E.tunix.FAMILIES:
+        side = E.tunix.trainer(model, mesh((2, 2), ("fsdp", "tp")))
+        loaded = into_tunix(model, ck)
+    else:
+        side, loaded = E.hf.trainer(model, mesh((2,), ("x",))), ck
+    leaves = named(side.params)
+    return side, {name: array.astype(leaves[name].dtype) for name, array in loaded.items()}, ck
+
+
+def rollout_mesh(tp: int, dp: int = 1) -> Any:
+    return mesh((dp, tp), ("dp", "tp"), 8 - dp * tp) if dp > 1 else mesh((1, tp), ("replica", "tp"), 8 - tp)
+
+
+def vllm_rank(model: Model, ck: Arrays, rank: Rank, quantization: str, **options: bool) -> Arrays:
+    """vLLM's parameters of a rank, and the storage of what it absorbs."""
+    loaded = vllm(model, ck, rank, **options)
+    out = quantized(loaded, quantization)
+    if model.family == "glm4_moe":  # its router is in float32
+        out |= {name: weight for name, weight in loaded.items() if name.endswith("mlp.gate.weight")}
+    for i in range(model.layers) if model.latent else ():
+        a = f"model.layers.{i}.self_attn."
+        kv_b = loaded[a + "kv_b_proj.weight"].astype(BFLOAT16)
+        out[a + "mla_attn.mla_attn.W_UK_T"] = kv_b.T if quantization == "fp8_block_ue8m0" else kv_b
+    return out
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("model", MODELS, ids=by_name)
+def test_vllm_holds_blocks_where_its_loader_puts_them(model: Model, tp: int, rng: np.random.Generator) -> None:
+    side, loaded, ck = trained(model, rng)
+    rollout = E.vllm.rollout(model, rollout_mesh(tp), quantization="fp8_block")
+    ranks = [Rank(tp=k, tp_size=tp, moe_tp=k, moe_tp_size=tp) for k in range(tp)]
+    check_route(side, loaded, rollout, lambda k: vllm_rank(model, ck, ranks[k], "fp8_block"))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("model", MODELS, ids=by_name)
+def test_sglang_holds_blocks_where_its_loader_puts_them(model: Model, tp: int, rng: np.random.Generator) -> None:
+    side, loaded, ck = trained(model, rng)
+    rollout = E.sglang.rollout(model, rollout_mesh(tp), quantization="fp8_block")
+    fused = model.family == "glm4_moe"
+    ranks = [Rank(tp=k, tp_size=tp, moe_tp=k, moe_tp_size=tp) for k in range(tp)]
+    check_route(
+        side, loaded, rollout, lambda k: quantized(sglang(model, ck, ranks[k], fused_shared=fused), "fp8_block")
+    )
+
+
+@pytest.mark.parametrize("model", [QWEN3_MOE, DEEPSEEK], ids=by_name)
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_powers_of_two_come_in_the_same_places(engine: str, model: Model, rng: np.random.Generator) -> None:
+    side, loaded, ck = trained(model, rng)
+    rollout = getattr(E, engine).rollout(model, rollout_mesh(2), quantization="fp8_block_ue8m0")
+    ranks = [Rank(tp=k, tp_size=2, moe_tp=k, moe_tp_size=2) for k in range(2)]
+    if engine == "vllm":
+        check_route(side, loaded, rollout, lambda k: vllm_rank(model, ck, ranks[k], "fp8_block_ue8m0"))
+    else:
+        check_route(side, loaded, rollout, lambda k: quantized(sglang(model, ck, ranks[k]), "fp8_block_ue8m0"))
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(1, 4), (2, 2)])
+@pytest.mark.parametrize("model", [QWEN3_MOE, DEEPSEEK], ids=by_name)
+def test_whole_experts_of_vllm_are_quantized_too(model: Model, dp: int, tp: int, rng: np.random.Generator) -> None:
+    side, loaded, ck = trained(model, rng)
+    rollout = E.vllm.rollout(model, rollout_mesh(tp, dp), expert_parallel=True, quantization="fp8_block")
+    ranks = [Rank(tp=k % tp, tp_size=tp, ep=k, ep_size=dp * tp) for k in range(dp * tp)]
+    check_route(side, loaded, rollout, lambda k: vllm_rank(model, ck, ranks[k], "fp8_block", sequence_parallel=dp > 1))
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(4, 2), (4, 4)])
+@pytest.mark.parametrize("model", [QWEN3_MOE, DEEPSEEK], ids=by_name)
+def test_sglang_quantizes_experts_that_are_cut_both_ways(
+    model: Model, tp: int, ep: int, rng: np.random.Generator
+) -> None:
+    side, loaded, ck = trained(model, rng)
+    rollout = E.sglang.rollout(model, rollout_mesh(tp), expert_parallel=ep, quantization="fp8_block")
+    inner = tp // ep
+    ranks = [Rank(tp=k, tp_size=tp, ep=k // inner, ep_size=ep, moe_tp=k % inner, moe_tp_size=inner) for k in range(tp)]
+    check_route(side, loaded, rollout, lambda k: quantized(sglang(model, ck, ranks[k]), "fp8_block"))
+
+
+def test_the_expert_that_sglang_fuses_is_quantized_like_the_others(rng: np.random.Generator) -> None:
+    side, loaded, ck = trained(DEEPSEEK, rng)
+    rollout = E.sglang.rollout(DEEPSEEK, rollout_mesh(2), fuse_shared_experts=True, quantization="fp8_block")
+    ranks = [Rank(tp=k, tp_size=2, moe_tp=k, moe_tp_size=2) for k in range(2)]
+    check_route(
+        side, loaded, rollout, lambda k: quantized(sglang(DEEPSEEK, ck, ranks[k], fused_shared=True), "fp8_block")
+    )
+
+
+def test_swapped_halves_of_vllm_have_swapped_scales(rng: np.random.Generator) -> None:
+    side, loaded, ck = trained(QWEN3_MOE, rng)
+    rollout = E.vllm.rollout(QWEN3_MOE, rollout_mesh(2), moe_backend="flashinfer_cutlass", quantization="fp8_block")
+    ranks = [Rank(tp=k, tp_size=2, moe_tp=k, moe_tp_size=2) for k in range(2)]
+    check_route(side, loaded, rollout, lambda k: vllm_rank(QWEN3_MOE, ck, ranks[k], "fp8_block", up_first=True))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("model", [QWEN3, LLAMA, QWEN3_MOE, GLM], ids=by_name)
+def test_vllms_online_scales_cover_what_a_rank_holds(model: Model, tp: int, rng: np.random.Generator) -> None:
+    wide = dataclasses.replace(model, heads=8)  # 8 ranks share 2 kv heads, and 64 columns are half a block
+    side, loaded, ck = trained(wide, rng)
+    rollout = E.vllm.rollout(wide, rollout_mesh(tp), quantization="fp8_tensor")
+    ranks = [Rank(tp=k, tp_size=tp, moe_tp=k, moe_tp_size=tp) for k in range(tp)]
+    check_route(side, loaded, rollout, lambda k: vllm_rank(wide, ck, ranks[k], "fp8_tensor"))
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_vllms_online_scales_follow_experts_over_data_parallel_ranks(
+    expert_parallel: bool, rng: np.random.Generator
+) -> None:
+    side, loaded, ck = trained(QWEN3_MOE, rng)
+    rollout = E.vllm.rollout(QWEN3_MOE, rollout_mesh(2, 2), expert_parallel=expert_parallel, quantization="fp8_tensor")
+    place = ("ep", "ep_size") if expert_parallel else ("moe_tp", "moe_tp_size")
+    ranks = [Rank(tp=k % 2, tp_size=2, **dict(zip(place, (k, 4), strict=True))) for k in range(4)]
+    check_route(side, loaded, rollout, lambda k: vllm_rank(QWEN3_MOE, ck, ranks[k], "fp8_tensor"))
+
+
+def quantized_before(ck: Arrays, quantization: str) -> tuple[Arrays, Arrays]:
+    """A checkpoint's linears as codes and as scales [rows, 1], as compressed-tensors stores them."""
+    names = [n for n in ck if n.endswith("_proj.weight")]
+    each = {n: BY_HAND[quantization](ck[n]) for n in names}
+    return {n: codes for n, (codes, _) in each.items()}, {n: scales for n, (_, scales) in each.items()}
+
+
+@pytest.mark.parametrize("quantization", ["fp8_channel", "int8_channel"])
+@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("model", [QWEN3, LLAMA, QWEN3_MOE, GLM], ids=by_name)
+def test_channels_have_the_scales_of_their_whole_rows(
+    model: Model, tp: int, quantization: str, rng: np.random.Generator
+) -> None:
+    """vLLM loads codes like weights, and scales [rows, 1] like weights of one column that no rank cuts."""
+    wide = dataclasses.replace(model, heads=8)
+    side, loaded, ck = trained(wide, rng)
+    rollout = E.vllm.rollout(wide, rollout_mesh(tp), quantization=quantization)
+    codes, scales = quantized_before(ck, quantization)
+
+    def wanted(k: int) -> Arrays:
+        rank = Rank(tp=k, tp_size=tp, moe_tp=k, moe_tp_size=tp)
+        out = vllm_rank(wide, ck, rank, quantization)
+        held = vllm(wide, ck | {n: c.astype(np.float32) for n, c in codes.items()}, rank)
+        # one column of scales for each rank that cuts the columns: any of them is the scale
+        wide_scales = {n: np.repeat(s, ck[n].shape[1], 1) for n, s in scales.items()}
+        of_rows = vllm(wide, ck | wide_scales, rank)
+        for name in out:
+            if name.endswith("_scale"):
+                weight = name.removesuffix("_scale")
+                out[weight] = held[weight].astype(out[weight].dtype)
+                out[name] = np.ascontiguousarray(of_rows[weight][..., :1])
+        return out
+
+    check_route(side, loaded, rollout, wanted)
+
+
+# The engines' rule for sizes, by model: tps that do, with experts cut and with whole experts
+
+TPS = (1, 2, 4, 8, 16, 32)
+LEGAL: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "Qwen3-0.6B": ((1, 2, 4, 8), ()),
+    "Qwen3-8B": (TPS, ()),
+    "Qwen3-32B": ((1, 2, 4, 8), ()),
+    "Qwen3-30B-A3B": ((1, 2), TPS),
+    "Qwen3-235B-A22B": ((1, 2, 4), TPS),
+    "Llama-3.1-8B": ((1, 2, 4, 8, 16), ()),
+    "Llama-3.1-70B": (TPS, ()),
+    "Llama-3.1-405B": (TPS, ()),
+    "DeepSeek-V3": ((1, 2, 4, 8, 16), (1, 2, 4, 8, 16)),
+    "Moonlight-16B-A3B": ((1,), (1, 2)),
+    "GLM-4.5": ((1, 2, 4), (1, 2, 4)),
+    "GLM-4.5-Air": ((), ()),
+}
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("name", LEGAL)
+def test_sizes_that_an_engine_refuses_are_refused_before_planning(name: str, engine: str) -> None:
+    model = E.model(name)
+    model = dataclasses.replace(model, layers=max(1, len(model.dense_layers) + 1) if model.experts else 1)
+    for whole, legal in enumerate(LEGAL[name]):
+        for tp in TPS if model.experts or not whole else ():
+            if model.heads % tp or (whole and model.experts is not None and model.experts.count % tp):
+                continue
+            options: dict[str, Any] = {"quantization": "fp8_block"}
+            if whole:
+                options["expert_parallel"] = True if engine == "vllm" else tp
+
+            def rollout(tp: int = tp, options: dict[str, Any] = options) -> Side:
+                return getattr(E, engine).rollout(model, AbstractMesh((1, tp), ("replica", "tp")), **options)
+
+            if tp in legal:
+                rollout()
+                continue
+            with pytest.raises(sf.PlanError, match=r"indivisible: .* of (self_attn|mlp)\..* per rank with tp=") as e:
+                rollout()
+            good = [t for t in legal if engine == "vllm" or not whole or t % tp == 0]
+            assert f"Choose tp from {good}" in str(e.value) or (not good and "Choose tp" not in str(e.value))
+
+
+def is_refused_by_vllm(out: list[int], into: int, tp: int, cut: str | None = None, block: int = 128) -> bool:
+    """`validate_fp8_block_shape` of vLLM, for the parts of a linear's rows and its columns; `cut`: which TP cuts."""
+    parts = [n // tp if cut == "rows" else n for n in out]
+    if tp > 1 and cut == "columns" and into // tp % block:
+        return True
+    if tp > 1 and cut == "rows":
+        return any(n % block for n in parts)
+    return any(n % block for n in parts[:-1])
+
+
+@given(
+    heads=st.sampled_from([4, 8]), kv_heads=st.sampled_from([2, 4]), head_dim=st.sampled_from([16, 32, 64, 128, 192]),
+    widths=st.tuples(*[st.sampled_from([128, 192, 256, 384, 512, 1024])] * 3), tp=st.sampled_from([1, 2, 4]),
+    latent=st.none() | st.tuples(
+        st.none() | st.sampled_from([64, 128, 192]), st.sampled_from([32, 64, 128]), st.sampled_from([16, 32, 64, 128])
+    ),
+    whole=st.booleans(), engine=st.sampled_from(["vllm", "sglang"]),
+)  # fmt: skip
+def test_sizes_are_refused_exactly_where_vllms_own_check_refuses_them(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    widths: tuple[int, int, int],
+    tp: int,
+    latent: Any,
+    whole: bool,
+    engine: str,
+) -> None:
+    dense, shared, expert = widths
+    experts = Experts(count=4, width=expert, dense_layers=1, shared_width=shared)
+    model = dataclasses.replace(
+        GLM, heads=heads, kv_heads=kv_heads, head_dim=head_dim, width=dense, experts=experts, qkv_bias=False
+    )
+    refused = {
+        "mlp.gate_up_proj": is_refused_by_vllm([dense, dense], 192, tp, "rows"),
+        "mlp.down_proj": is_refused_by_vllm([192], dense, tp, "columns"),
+        "mlp.shared_experts.gate_up_proj": is_refused_by_vllm([shared, shared], 192, tp, "rows"),
+        "mlp.shared_experts.down_proj": is_refused_by_vllm([192], shared, tp, "columns"),
+        "mlp.experts.w13_weight": expert // (1 if whole else tp) % 128 > 0,  # Fp8MoEMethod.create_weights
+        "mlp.experts.w2_weight": tp > 1 and expert // (1 if whole else tp) % 128 > 0,
+    }
+    if latent is None:
+        kv = max(kv_heads, tp) * head_dim
+        refused["self_attn.qkv_proj"] = is_refused_by_vllm([heads * head_dim, kv, kv], 192, tp, "rows")
+        refused["self_attn.o_proj"] = is_refused_by_vllm([192], heads * head_dim, tp, "columns")
+    else:
+        q_rank, nope, value = latent
+        mla = Latent(q_rank=q_rank, kv_rank=160, nope=nope, rope=32, value=value)
+        model = dataclasses.replace(model, family="deepseek_v3", head_dim=nope + 32, latent=mla)
+        queries = "self_attn.q_proj" if q_rank is None else "self_attn.q_b_proj"
+        refused[queries] = is_refused_by_vllm([heads * (nope + 32)], q_rank or 192, tp, "rows")
+        refused["self_attn.fused_qkv_a_proj"] = q_rank is not None and is_refused_by_vllm([q_rank, 192], 192, tp)
+        refused["self_attn.kv_b_proj"] = is_refused_by_vllm([heads * (nope + value)], 160, tp, "rows")
+        refused["self_attn.o_proj"] = is_refused_by_vllm([192], heads * value, tp, "columns")
+    options: dict[str, Any] = {"quantization": "fp8_block"}
+    if whole:
+        options["expert_parallel"] = True if engine == "vllm" else tp
+    if engine == "sglang":
+        options["fuse_shared_experts"] = False
+
+    def rollout() -> Side:
+        return getattr(E, engine).rollout(model, AbstractMesh((tp,), ("tp",)), **options)
+
+    try:
+        rollout()
+        named_by_us = set()
+    except sf.PlanError as error:
+        named_by_us = {re.search(r"((self_attn|mlp)\.[\w.]+?)(\.weight)? per rank", fault)[1] for fault in error.faults}
+    assert named_by_us == {name for name, is_refused in refused.items() if is_refused}
+
+
+def test_every_size_that_blocks_do_not_divide_is_listed_with_what_would_do() -> None:
+    with pytest.raises(sf.PlanError) as caught:
+        E.vllm.rollout(E.model("DeepSeek-V3"), AbstractMesh((32,), ("tp",)), quantization="fp8_block")
+    faults = caught.value.faults
+    assert [fault.split(" per rank")[0].split(" has ")[1] for fault in faults] == [
+        "576 gate rows of mlp.gate_up_proj.weight",
+        "576 columns of mlp.down_proj.weight",
+        "64 gate rows of mlp.shared_experts.gate_up_proj.weight",
+        "64 columns of mlp.shared_experts.down_proj.weight",
+        "64 gate rows of mlp.experts.w13_weight",
+        "64 columns of mlp.experts.w2_weight",
+    ]
+    assert all(fault.endswith("Choose tp from [1, 2, 4, 8, 16].") for fault in faults)
+    with pytest.raises(sf.PlanError) as caught:  # where the shared expert is one of the others
+        E.sglang.rollout(E.model("DeepSeek-V3"), AbstractMesh((32,), ("tp",)), quantization="fp8_block")
+    assert caught.value.faults == tuple(fault for fault in faults if "shared" not in fault)
+    with pytest.raises(sf.PlanError, match=r"Choose tp from \[1, 2\], or let ranks share out whole experts"):
+        E.sglang.rollout(E.model("Qwen3-30B-A3B"), AbstractMesh((8,), ("tp",)), quantization="fp8_block")
+    with pytest.raises(sf.PlanError, match=r"10944 gate rows of mlp.gate_up_proj.weight .* No tp does: GLM-4.5-Air"):
+        E.sglang.rollout(E.model("GLM-4.5-Air"), AbstractMesh((1,), ("tp",)), quantization="fp8_block")
+    odd = dataclasses.replace(DEEPSEEK, latent=Latent(q_rank=96, kv_rank=160, nope=128, rope=64, value=64))
+    with pytest.raises(sf.PlanError, match=r"96 rows of q_a_proj in self_attn.fused_qkv_a_proj per rank"):
+        E.vllm.rollout(odd, AbstractMesh((1,), ("tp",)), quantization="fp8_block")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_deepseeks_linears_are_quantized_and_nothing_else(engine: str) -> None:
+    """Shapes and dtypes of DeepSeek-V3 on a rank of TP 8, from its configuration."""
+    model = dataclasses.replace(E.model("DeepSeek-V3"), layers=4)
+    side = getattr(E, engine).rollout(model, AbstractMesh((8,), ("tp",)), quantization="fp8_block")
+    ranks = {
+        name.removeprefix("model.layers."): (leaf.sharding.shard_shape(leaf.shape), leaf.dtype.name)
+        for name, leaf in named(side.params).items()
+    }
+    fused = "fused_qkv_a_proj" if engine == "vllm" else "fused_qkv_a_proj_with_mqa"
+    experts = 256 if engine == "vllm" else 257
+    codes = {
+        f"3.self_attn.{fused}.weight": ((2112, 7168), (17, 56)),
+        "3.self_attn.q_b_proj.weight": ((3072, 1536), (24, 12)),
+        "3.self_attn.kv_b_proj.weight": ((4096, 512), (32, 4)),
+        "3.self_attn.o_proj.weight": ((7168, 2048), (56, 16)),
+        "0.mlp.gate_up_proj.weight": ((4608, 7168), (36, 56)),
+        "0.mlp.down_proj.weight": ((7168, 2304), (56, 18)),
+        "3.mlp.experts.w13_weight": ((experts, 512, 7168), (experts, 4, 56)),
+        "3.mlp.experts.w2_weight": ((experts, 7168, 256), (experts, 56, 2)),
+    }
+    if engine == "vllm":
+        codes["3.mlp.shared_experts.gate_up_proj.weight"] = ((512, 7168), (4, 56))
+        codes["3.mlp.shared_experts.down_proj.weight"] = ((7168, 256), (56, 2))
+    for name, (weight, scales) in codes.items():
+        assert ranks.pop(name) == (weight, "float8_e4m3fn"), name
+        assert ranks.pop(name + "_scale_inv") == (scales, "float32"), name
+    rest = {name[2:]: found for name, found in ranks.items() if name.startswith("3.")}
+    derived = {"self_attn.mla_attn.mla_attn.W_UK_T": (4096, 512)}
+    if engine == "sglang":
+        derived = {"self_attn.w_kc": (16, 512, 128), "self_attn.w_vc": (16, 128, 512)}
+    assert rest == {
+        "mlp.gate.weight": ((256, 7168), "bfloat16"),
+        "mlp.gate.e_score_correction_bias": ((256,), "float32"),
+        "input_layernorm.weight": ((7168,), "bfloat16"),
+        "post_attention_layernorm.weight": ((7168,), "bfloat16"),
+        "self_attn.q_a_layernorm.weight": ((1536,), "bfloat16"),
+        "self_attn.kv_a_layernorm.weight": ((512,), "bfloat16"),
+        **{name: (shape, "bfloat16") for name, shape in derived.items()},
+    }
+    assert ranks["model.embed_tokens.weight"] == ranks["lm_head.weight"] == ((16160, 7168), "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("engine", "model", "options", "words"),
+    [
+        ("vllm", "Qwen3-0.6B", {"quantization": "int3"}, r"of vllm is 'int3', but one of \['fp8_block', 'fp8_block_ue"),
+        ("vllm", "Qwen3-0.6B", {"quantization": True}, "is True, but one of"),
+        ("sglang", "Qwen3-0.6B", {"quantization": "fp8_tensor"}, r"of sglang is 'fp8_tensor', but one of \['fp8"),
+        ("vllm", "gpt-oss-20b", {"quantization": "fp8_block"}, "gpt-oss-20b of family 'gpt_oss' is described unquant"),
+        ("sglang", "gpt-oss-20b", {"quantization": "fp8_block"}, "described unquantized only"),
+        ("vllm", "DeepSeek-V3", {"quantization": "fp8_tensor"}, "latent attention of DeepSeek-V3 only"),
+        ("vllm", "DeepSeek-V3", {"quantization": "int8_channel"}, "latent attention of DeepSeek-V3 only"),
+        (
+            "vllm", "Qwen3-30B-A3B", {"quantization": "fp8_tensor", "moe_backend": "flashinfer_cutlass"},
+            "--moe-backend triton",
+        ),
+        (
+            "sglang", "Qwen3-30B-A3B", {"quantization": "fp8_block", "moe_runner_backend": "flashinfer_cutlass"},
+            r"only \['triton', 'cutlass'\]",
+        ),
+        ("sglang", "Qwen3-30B-A3B", {"moe_runner_backend": "cutlass"}, r"only \['triton', 'triton_kernel'"),
+    ],
+)  # fmt: skip
+def test_quantizations_that_are_not_described_are_refused_with_those_that_are(
+    engine: str, model: str, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(sf.PlanError, match=words):
+        getattr(E, engine).rollout(E.model(model), AbstractMesh((1,), ("tp",)), **options)
