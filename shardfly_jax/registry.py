@@ -64,6 +64,11 @@ def register(
       WorldError, WorldLost: The world refuses this process' ranks, or is gone.
       UpdateRefused: An update of the plan that was registered in the world before is pending.
     """
+    if not isinstance(plan, Plan):
+        raise RegistrationError(
+            f"registration: a {type(plan).__name__} is given, but a plan is needed. Make one with sf.make_plan(source, "
+            "target, mapping)."
+        )
     if executor not in EXECUTORS:
         raise RegistrationError(f"registration: executor is {executor!r}, but one of {list(EXECUTORS)} is needed.")
     held = held_ranks(plan, world, ranks)

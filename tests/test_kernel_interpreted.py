@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from kernel_interpreter import Fault
-from kernel_jobs import Job, compile_transfer
+from kernel_jobs import SESSION, Job, compile_transfer
 from random_problems import Case, cases, fill
 
 from shardfly_jax.pallas_kernels import addresses as m, launch_words as lw
@@ -131,6 +131,35 @@ def test_a_send_that_comes_too_late_writes_nothing() -> None:
     errors = job.run(("send",), 0, epoch=7)
     assert [error >> lw.ERROR_SHIFT for error in errors.values()] == [lw.LATE]
     assert not any(buffer.written.any() for buffer in job.targets.values())
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_what_waits_in_an_attempt_that_the_host_gives_up_ends_without_a_deadline(epoch: int) -> None:
+    job = Job(every_kind(), devices=2)
+    job.epoch = 1
+    job.run(("ready",), 0)
+    for inbox in job.inboxes:  # as the host writes it
+        inbox.data.view(np.uint32)[lw.ABORTED : lw.ABORTED + 2] = SESSION, epoch
+    errors = job.run(("finish",), 0)
+    kinds = {error >> lw.ERROR_SHIFT for error in errors.values()}
+    assert kinds == ({lw.GIVEN_UP} if epoch == 1 else {lw.TAIL, lw.COUNTER}), "given up is one attempt only"
+
+
+def test_a_launch_says_which_phase_of_which_rank_it_waited_for() -> None:
+    job = Job(every_kind(), devices=2)
+    job.epoch = 1
+    job.run(("ready",), 0)
+    (error,) = job.run(("send",), 0, epoch=2).values()
+    (work,) = job.phases().send().values()
+    target = next(rank for rank, device in job.tables.device_of.items() if device == work.heads[0].device and rank > 0)
+    assert work.blamed(error) == ("ready", target)
+    assert "waited for ready of rank" in (work.fault(error) or "")
+    job.run(("ready",), 0)
+    errors = job.run(("finish",), 0)
+    for device, waiting in job.phases().finish().items():
+        phase, rank = waiting.blamed(errors[waiting.name])
+        assert phase in ("send", "finish"), device
+        assert rank in {at for table in job.tables.tables.values() for at, _ in table.moves}
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])

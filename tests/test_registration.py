@@ -275,3 +275,11 @@ def test_params_that_share_memory_with_the_rollout_are_refused(
     with pytest.raises((sf.RegistrationError, sf.ParamsMismatch), match=r"'w'.*of its own"):
         sf.sync(params, sf.register(plan, owner))
     assert (raw == before).all(), "the trainer's weights were overwritten"
+
+
+@pytest.mark.parametrize("given", [None, {"w": 1}, "plan"])
+def test_what_is_no_plan_is_refused(given: Any) -> None:
+    with pytest.raises(
+        sf.RegistrationError, match=rf"a {type(given).__name__} is given, .* Make one with sf.make_plan"
+    ):
+        sf.register(given)
