@@ -88,7 +88,7 @@ def main() -> None:
         "updating": lambda: updating.run(console),
         "on_gpu": lambda: on_gpu.run(report),
         "quantizing": lambda: on_gpu.run(report, quantizing=True),
-        "processes": lambda: processes.run(report),
+        "processes": lambda: processes.run(report, save if not options.check else lambda *_: None),
         "on_gpus": lambda: gpu_job.run(report, save if not options.check else lambda *_: None),
     }
     # planning first, whose memory is measured by the process' peak
@@ -108,7 +108,7 @@ def main() -> None:
         for part in chosen:
             console.print(f"[bold]{part}[/bold]")
             rows = runs[part]()
-            if part != "on_gpus":  # which saves as it goes
+            if part not in ("on_gpus", "processes"):  # which save themselves
                 save(part, rows)
     tables.renew(RESULTS, Path(__file__).parents[1] / "README.md")
     for part in (*chosen, *(["peers"] if "on_gpus" in chosen else [])):

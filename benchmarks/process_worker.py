@@ -1,7 +1,9 @@
 """One process of a pool on one GPU: trainer or rollout, told what to do by JSON lines. See `processes`.
 
 Run as a program: `python -m benchmarks.process_worker MODEL ADDRESS TOKEN ROLE`, where a role is `trainer`, `alone`
-(trainer and rollout in one process, without a world) or the number of a replica.
+(trainer and rollout in one process, without a world) or the number of a replica. Under mpirun it is
+`python -m benchmarks.process_worker MODEL TRANSPORT RUNS`: process 0 trains, the others are replicas, all do the same
+without being told, and process 0 prints what it took.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ class Worker:
         self.trains = role in ("trainer", "alone")
         self.plan: sf.Plan
         self.params: Any = None
+        self.world: Any = None
 
     def trainer(self, here: bool) -> Any:
         """tunix' side, on this GPU or on nobody's."""
@@ -57,7 +60,7 @@ class Worker:
         if self.role == "alone":
             self.plan = sf.register(plan)
         else:
-            world = sf.connect(self.address, self.token, name=self.role, listen="tcp://127.0.0.1:0")
+            world = self.world or sf.connect(self.address, self.token, name=self.role, listen="tcp://127.0.0.1:0")
             ranks = range(plan.source_ranks) if self.trains else plan.replicas[int(self.role)].ranks
             self.plan = sf.register(plan, world=world, ranks=ranks)
         return {"register_secs": time.perf_counter() - start, "target_nbytes": plan.target_nbytes}
@@ -120,8 +123,27 @@ def params_of(shapes: Any, seed: int) -> Any:
     return jax.block_until_ready(params)
 
 
+def job(model: str, transport: str, runs: int) -> None:
+    """What every process of an MPI job does."""
+    world: Any = sf.connect(transport=transport)
+    worker = Worker(model, "", "", "trainer" if world.process == 0 else str(world.process - 1))
+    worker.world = world
+    worker.join(replicas=world.processes - 1)
+    if worker.trains:
+        worker.fill(seed=6)
+    first = worker.update()
+    checked = 0 if worker.trains else worker.check(seed=6)["checked_nbytes"]
+    secs = [worker.update()["secs"] for _ in range(runs)]
+    total = sum(words["nbytes"] for words in world.exchange({"op": "checked", "nbytes": checked}, 60.0))
+    if worker.trains:
+        print(json.dumps(first | {"first_secs": first["secs"], "secs": secs, "checked_nbytes": total}), flush=True)
+
+
 def main() -> None:
-    """Reads commands, answers each with a line."""
+    """Reads commands, answers each with a line; or does its part of a job."""
+    if len(sys.argv) == 4:
+        job(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+        return
     worker = Worker(*sys.argv[1:])
     for line in sys.stdin:
         name, arguments = json.loads(line)

@@ -21,6 +21,7 @@ from typing import Any
 
 import shardfly_jax as sf
 from benchmarks.children import CHECKOUT, Died
+from benchmarks.gpu_job import Save
 
 MODEL = "Qwen3-0.6B"
 RUNS = 21
@@ -127,8 +128,29 @@ def pool() -> Iterator[Pool]:
             made.end()
 
 
-def run(report: Callable[[str], None]) -> list[dict[str, Any]]:
-    """One process against two, then two replicas that become three."""
+def by_mpi(transport: str, processes: int) -> dict[str, Any]:
+    """What a job under mpirun prints: see `process_worker`.
+
+    Raises:
+      Died: It failed or took too long.
+    """
+    env = os.environ | {"JAX_PLATFORMS": PLATFORMS, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(processes), sys.executable]
+    words += ["-m", "benchmarks.process_worker", MODEL, transport, str(RUNS)]
+    try:
+        done = subprocess.run(
+            words, cwd=CHECKOUT, env=env, capture_output=True, text=True, timeout=PATIENCE_SECS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise Died(f"the job was not done after {PATIENCE_SECS} s") from None
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        raise Died(f"the job ended with {done.returncode}: {done.stderr[-1500:]}")
+    return dict(json.loads(lines[-1]))
+
+
+def run(report: Callable[[str], None], save: Save) -> list[dict[str, Any]]:
+    """One process against two, over ipc and over NVSHMEM, then two replicas that become three; saves the rows."""
     with pool() as of:
         of.start("alone")
         alone = of.one("alone", "join", replicas=1)
@@ -181,7 +203,18 @@ def run(report: Callable[[str], None]) -> list[dict[str, Any]]:
             "gpu": gpu,
         }
     )  # fmt: skip
+    failed: list[dict[str, Any]] = []
+    case = f"{MODEL}, a trainer and a rollout process (nvshmem)"
+    try:
+        job = by_mpi("nvshmem", 2)
+        wanted = rows[1]["wanted_secs"]
+        made = {key: job[key] for key in ("secs", "first_secs", "checked_nbytes", "gpu")}
+        rows.insert(2, {"case": case, **made, "wanted_secs": wanted})
+        rows[2]["of_wanted"] = wanted / statistics.median(job["secs"])
+    except (Died, FileNotFoundError) as error:
+        failed.append({"case": case, "error": str(error)})
     rows[1]["of_wanted"] = rows[1]["wanted_secs"] / statistics.median(two_secs)
     for row in rows:
         report(f"{row['case']}: {statistics.median(row['secs']) * 1e3:.2f} ms")
+    save("processes", rows, failed)
     return rows
