@@ -125,7 +125,7 @@ def params_of(shapes: Any, seed: int) -> Any:
 
 def job(model: str, transport: str, runs: int) -> None:
     """What every process of an MPI job does."""
-    world: Any = sf.connect(transport=transport)
+    world: Any = sf.connect(transport=transport, deadline_secs=180)  # who checks keeps the others waiting
     worker = Worker(model, "", "", "trainer" if world.process == 0 else str(world.process - 1))
     worker.world = world
     worker.join(replicas=world.processes - 1)
