@@ -211,7 +211,9 @@ class Rows:
         number = group * roots[group] + np.where(turns[group], 0, turn)
         begin, lasts = times(number, band, per_root, rounds, span)
         chunks = np.maximum(payload // count // CHUNK_NBYTES, 1)
-        begin += scattered(number - source, lasts // chunks)
+        # who alone needs its bytes gets them at the same time as others, in turn from each trainer
+        turned = (rank - source) % (self.problem.source_ranks + self.problem.target_ranks)
+        begin += np.where(n_members[group] > 1, scattered(number - source, lasts // chunks), turned)
         first_band = of_group(self.first_band)[group]
         columns = MoveTable.from_columns(
             source_family=t[:, FAMILY],

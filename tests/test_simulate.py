@@ -126,6 +126,8 @@ def test_a_topology_with_too_few_places_is_refused() -> None:
         ("Qwen3-8B", 4, 4, 32, 1, False),
         ("Qwen3-32B", 4, 4, 32, 8, False),
         # as many bytes leave each trainer as enter each rollout: neither may wait
+        ("Qwen3-8B", 2, 4, 1, 8, False),
+        ("Qwen3-8B", 8, 1, 2, 4, False),
         ("Qwen3-8B", 2, 4, 16, 2, False),
         ("Qwen3-30B-A3B", 2, 4, 4, 8, True),
         ("Qwen3-30B-A3B", 2, 4, 16, 8, True),
