@@ -24,6 +24,8 @@ def markdown(part: str, result: dict[str, Any]) -> str:
     if "failed" in result:
         names = [row.get("case") or f"{row['what']} ({row['trainer_dtype']})" for row in result["failed"]]
         where = f"{where} Not measured: {'; '.join(names)}; the JSON says why."
+    if part == "beyond":
+        where = f"Computed, not measured, at commit {m['commit']}."
     if part == "simulated":
         within = [sum(row[f] <= 1.1 for row in result["rows"]) for f in ("ratio", "schedule_ratio")]
         where = (
@@ -98,6 +100,43 @@ def _simulated(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
             ]
         )
     return header, lines
+
+
+def _beyond(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Cells beyond 1.1 of the bound, by what is special about them; how far the kernel's rates explain it."""
+    header = ["beyond 1.1 of the bound", "cells", "/ bound", "bound at the kernel's rates / bound", "launches / bound"]
+    header += ["/ bound at the kernel's rates"]
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: (row["rollouts"] == 1024, row["hosts"], row["ranks"])):
+        if row["ratio"] > 1.1:
+            groups.setdefault(_special(row), []).append(row)
+    lines = []
+    for what, of in groups.items():
+        launches = [(row["secs"] - row["schedule_ratio"] * row["stores_bound_secs"]) / row["bound_secs"] for row in of]
+        lines.append(
+            [
+                what,
+                str(len(of)),
+                _least_and_most([row["ratio"] for row in of]),
+                _least_and_most([row["stores_bound_secs"] / row["bound_secs"] for row in of]),
+                _least_and_most(launches),
+                _least_and_most([row["schedule_ratio"] for row in of]),
+            ]
+        )
+    return header, lines
+
+
+def _special(row: dict[str, Any]) -> str:
+    ranks = f"TP {row['ranks']}"
+    if row["hosts"] == 1:
+        return f"trainers and rollouts in one host, {ranks}"
+    if row["rollouts"] == 1024:
+        return f"1,024 rollouts, {ranks}"
+    return "other hosts, TP 1: each GPU needs everything" if row["ranks"] == 1 else "other hosts, TP 2 and more"
+
+
+def _least_and_most(values: list[float]) -> str:
+    return f"{min(values):.3f} to {max(values):.3f}" if len(values) > 1 else f"{values[0]:.3f}"
 
 
 def _range(values: list[float]) -> str:
@@ -211,10 +250,13 @@ def _spread(secs: list[float]) -> str:
     return f"{ordered[0]:.2f} s ({ordered[len(ordered) // 2]:.2f}, {ordered[-1]:.2f})"
 
 
+OF_PART = {"beyond": "simulated"}
+"""Tables of another part's results."""
 MAKERS = {
     "planning": _planning,
     "growth": _growth,
     "simulated": _simulated,
+    "beyond": _beyond,
     "updating": _updating,
     "on_gpu": _on_gpu,
     "quantizing": _on_gpu,
@@ -238,5 +280,5 @@ def renew(results: Path, readme: Path) -> None:
 
 def shown(results: Path, part: str) -> str:
     """What the README shows of a part."""
-    path = results / f"{part}.json"
+    path = results / f"{OF_PART.get(part, part)}.json"
     return markdown(part, json.loads(path.read_text())) if path.exists() else "(not measured yet)"

@@ -1,8 +1,8 @@
 """The time that no plan can beat on a topology, if it sends each distinct byte from the trainers once.
 
-Cuts through the links, whatever the routes: what a host needs must enter it through the NICs of its GPUs; what its
-GPUs need beyond that passes over its NVLinks, in and out alike; what the trainers hold must leave them; what a GPU
-needs must enter it. The largest is the bound.
+Cuts through the links, whatever the routes: what a host needs must enter it through the NICs of its GPUs; all that its
+GPUs need enters them through their NICs or over NVLink from GPUs of the host; what the trainers hold must leave them;
+what a GPU needs must enter it. The largest is the bound.
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ def bound_of(plan: Plan, needs: Needs, topology: Topology, stores: Stores | None
         cuts.append(((total + forwarded * (one / both - 1)) / (len(rollouts) * one), "NVLink of the rollouts"))
     for host in rollout_hosts[~np.isin(rollout_hosts, trainer_hosts)].tolist():
         here = np.count_nonzero(rollouts // per_host == host)
-        inner = float(needs.gpu_nbytes[host * per_host : (host + 1) * per_host].sum() - needs.host_nbytes[host])
+        needed = float(needs.gpu_nbytes[host * per_host : (host + 1) * per_host].sum())
         cuts += [
             (float(needs.host_nbytes[host]) / (here * nic), f"NIC ingress of host {host}"),
-            (inner / (here * both), f"NVLink of host {host}"),
+            (needed / (here * (both + nic)), f"NVLink and NICs of host {host}"),
         ]
     secs, why = max(cuts)
     return Bound(secs=secs, why=why)

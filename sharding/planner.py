@@ -13,7 +13,7 @@ from shardfly_jax.sharding.plan import Plan, Replica
 from shardfly_jax.sharding.problem import Problem
 from shardfly_jax.sharding.routing import Group, make_groups
 from shardfly_jax.sharding.rows import Rows
-from shardfly_jax.sharding.schedule import LAG, Place, places
+from shardfly_jax.sharding.schedule import LAG, Place, places, times
 from shardfly_jax.sharding.topology import Topology
 
 
@@ -110,7 +110,8 @@ def _forwards(
         depth = route.depth[turn, to] + is_twin
         taker = members[to]
         taker[is_twin, 0] = np.append(twin_family, 0)[which[is_twin]]
-        round_ = band % group.bands_per_root * group.rounds // group.bands_per_root
+        number = index * group.roots + (0 if group.takes_turns else turn)
+        begin, lasts = times(number, band, group.bands_per_root, group.rounds, place.span)
         layer = group.layers[0] + j
         extents = np.ones((len(band), MAX_DIMS), np.int64)
         extents[:, 0] = np.array([b.size for b in group.bands])[band]
@@ -125,7 +126,7 @@ def _forwards(
             source_tensor=layer - first[giver[:, 0]], source_tensor_step=period, source_offset_step=0,
             target_tensor=layer - first[taker[:, 0]], target_tensor_step=period, convert=bits(dtype),
             band=first_band[index] + band, hop=depth, block=-1,
-            order=place.order + j * place.layer_step + place.span * (round_ + 1) // group.rounds + depth * LAG,
+            order=place.order + j * place.layer_step + begin + lasts + depth * LAG,
             order_step=period * place.layer_step, order_span=0,
         ))  # fmt: skip
     return tables

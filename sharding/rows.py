@@ -16,7 +16,7 @@ from shardfly_jax.sharding.moves import MoveTable
 from shardfly_jax.sharding.problem import Problem
 from shardfly_jax.sharding.quantized_rows import QuantizedRows, scales_in
 from shardfly_jax.sharding.routing import Band, Group, choose_sources
-from shardfly_jax.sharding.schedule import Place
+from shardfly_jax.sharding.schedule import CHUNK_NBYTES, Place, scattered, times
 from shardfly_jax.sharding.topology import Topology
 
 # Columns of a template as a row of integers; then its extents, source strides and target strides.
@@ -208,8 +208,12 @@ class Rows:
         source = choose_sources(t[:, SHARD], self.holders, payload, rank, topology)
         order, layer_step, span = (of_group(column)[group] for column in zip(*where, strict=True))
         rounds = of_group(g.rounds for g in groups)[group]
-        round_ = band % per_root * rounds // per_root
-        spread = (rank - source) % (self.problem.source_ranks + self.problem.target_ranks)
+        number = group * roots[group] + np.where(turns[group], 0, turn)
+        begin, lasts = times(number, band, per_root, rounds, span)
+        chunks = np.maximum(payload // count // CHUNK_NBYTES, 1)
+        # who alone needs its bytes gets them at the same time as others, in turn from each trainer
+        turned = (rank - source) % (self.problem.source_ranks + self.problem.target_ranks)
+        begin += np.where(n_members[group] > 1, scattered(number - source, lasts // chunks), turned)
         first_band = of_group(self.first_band)[group]
         columns = MoveTable.from_columns(
             source_family=t[:, FAMILY],
@@ -230,9 +234,9 @@ class Rows:
             convert=t[:, CONVERT],
             band=np.where(first_band >= 0, first_band + band, -1),
             hop=0,
-            order=order + since_first * layer_step + span * round_ // rounds + spread,
+            order=order + since_first * layer_step + begin,
             order_step=step * layer_step,
-            order_span=span // rounds,
+            order_span=lasts,
             block=t[:, BLOCK],
         )
         served: dict[tuple[int, int], int] = {}

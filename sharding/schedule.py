@@ -1,11 +1,12 @@
 """Order numbers: where in an update each move belongs.
 
 The order line has `LENGTH` numbers. Layer after layer takes an equal part of it; inside a layer the tensors follow each
-other by size, largest first, each over a part proportional to its bytes. Tensors outside the layers ride along over the
-first three quarters of the line, so that there is time to pass them on. All ranks that receive the same kind of tensor
-do so at the same place, bands of all roots together; a sender's chunks to them interleave, so no receiver is ever hit
-by all at once. A forward follows what it forwards by `LAG` per hop. Every dependency points to a smaller number: the
-order is a linear extension.
+other by size, largest first and scales last, each over a part proportional to its bytes. Tensors outside the layers
+ride along over the first three quarters of the line, so that there is time to pass them on. All ranks that receive the
+same kind of tensor do so at the same place, bands of all roots together. Where in its run of bands a root begins, and
+when in a round a trainer sends to it, is scattered: no receiver is hit by all at once, and no trainer waits while
+others send. A forward follows what it forwards by `LAG` per hop. Every dependency points to a smaller number: the order
+is a linear extension.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
+from shardfly_jax.sharding.language import Expr, Scales, nodes
 from shardfly_jax.sharding.patterns import FAMILY, name_pattern
 from shardfly_jax.sharding.problem import Family
 from shardfly_jax.sharding.routing import Group
@@ -22,6 +26,35 @@ LAG = LENGTH >> 10
 """Distance between a band's last arrival and its forward, per hop."""
 CHUNK_NBYTES = 4 << 20
 """Executors cut long runs into chunks of about this size and interleave them."""
+
+
+def scattered(number: np.ndarray | int, room: np.ndarray | int) -> np.ndarray:
+    """Places in `[0, room)` that lie evenly for every stretch of numbers, and for every second to eighth of them.
+
+    Multiples of the golden ratio, as 16 bits (Knuth, The Art of Computer Programming 3, 6.4).
+    """
+    return np.asarray(number) * 40503 % (1 << 16) * room >> 16
+
+
+def times(
+    number: np.ndarray | int,
+    band: np.ndarray,
+    per_root: np.ndarray | int,
+    rounds: np.ndarray | int,
+    span: np.ndarray | int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """When each band of a layer is sent: how far into the layer's span its round begins, and how long that is.
+
+    Equal places of the roots' runs of bands often lie in the shards of the same few trainers, so every root begins at
+    another place of its run.
+
+    Args:
+      number: Of the band's root among all.
+      band: Number within its group.
+      per_root, rounds, span: See `Group.bands_per_root`, `Group.rounds` and `Place.span`.
+    """
+    round_ = (band % per_root * rounds // per_root + scattered(number, rounds)) % rounds
+    return span * round_ // rounds, np.asarray(span // rounds)
 
 
 class Place(NamedTuple):
@@ -44,7 +77,7 @@ def places(groups: Sequence[Group], families: Sequence[Family]) -> list[Place]:
     def is_layered(group: Group) -> bool:
         return FAMILY in name_pattern(families[group.members[0][0]].pattern).variables
 
-    kinds: dict[object, int] = {}
+    kinds: dict[Expr, int] = {}
     first, last = 1 << 62, -1
     for group in groups:
         if is_layered(group):
@@ -52,15 +85,21 @@ def places(groups: Sequence[Group], families: Sequence[Family]) -> list[Place]:
             kinds[group.expr] = max(kinds.get(group.expr, 0), group.box_nbytes)
     total = max(sum(kinds.values()), 1)
     start, starts = 0, {}
-    for expr, nbytes in sorted(kinds.items(), key=lambda kind: -kind[1]):
+    for expr, nbytes in sorted(kinds.items(), key=lambda kind: (_reads_scales(kind[0]), -kind[1])):
         starts[expr] = (start, nbytes)
         start += nbytes
     layer = LENGTH // max(last - first, 1)
     out = []
     for group in groups:
         if not is_layered(group):
-            out.append(Place(0, LENGTH, LENGTH * 3 // 4))
+            late = LENGTH * 3 // 4
+            out.append(Place(late, LENGTH, LENGTH // 16) if _reads_scales(group.expr) else Place(0, LENGTH, late))
             continue
         before, nbytes = starts[group.expr]
         out.append(Place((group.layers[0] - first) * layer + layer * before // total, layer, layer * nbytes // total))
     return out
+
+
+def _reads_scales(expr: Expr) -> bool:
+    """Whether these are scales: what encodes may write them too, so they are passed on after all of that."""
+    return any(isinstance(node, Scales) for node in nodes(expr))

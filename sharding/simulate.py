@@ -2,8 +2,8 @@
 
 The order line is cut into slots, and each slot into hops. In each, every GPU sends its chunks over its links, and
 receives what others send it. A GPU starts when its links are free; a forward starts when everything that its GPU
-received one hop earlier in the slots before has arrived; a sender is at most one slot ahead of its receivers. So
-imbalance in time, the filling of chains and idle links cost what they would cost.
+received one hop earlier in the slots before has arrived; a sender is ahead of its receivers by what its blocks hold,
+a slot at least. So imbalance in time, the filling of chains and idle links cost what they would cost.
 
 Bytes are priced by `rates.Stores`: by the run that a move writes contiguously, and by how much a GPU's NVLink is used
 both ways. An update's launches are added once. Not priced: runs on the source side, moves that must go
@@ -22,10 +22,16 @@ from shardfly_jax.sharding.formats import itemsize
 from shardfly_jax.sharding.moves import contiguous
 from shardfly_jax.sharding.plan import Plan
 from shardfly_jax.sharding.rates import LINKS, MEMORY, NVLINK
+from shardfly_jax.sharding.records import TILE_NBYTES
 from shardfly_jax.sharding.schedule import CHUNK_NBYTES, LAG, LENGTH
 from shardfly_jax.sharding.topology import Topology
 
 SLOTS = LENGTH // LAG
+IN_FLIGHT_NBYTES = 116 * 2 * TILE_NBYTES
+"""How far a GPU can be ahead of one that it sends to: 116 blocks, one per SM but for those that a kernel with company
+leaves free, hold a batch of two tiles each, taken in the plan's order. A slot is taken where that is more."""
+MOST_SLOTS_AHEAD = 16
+"""Further ahead changes nothing: a slot of such a GPU is less than half a megabyte."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +102,10 @@ def simulate(plan: Plan, topology: Topology) -> Simulation:
     return Simulation(
         topology=topology,
         needs=needs,
-        secs=_played(flows, out_link, in_link, sending, receiving, gpus, topology.hop_secs) + launch_secs,
+        secs=_played(
+            flows, out_link, in_link, sending, receiving, _slots_ahead(plan, topology, gpus), topology.hop_secs
+        )
+        + launch_secs,
         launch_secs=launch_secs,
         bound=bound_of(plan, needs, topology, None),
         stores_bound_secs=bound_of(plan, needs, topology, stores).secs,
@@ -110,12 +119,15 @@ def _played(
     in_link: np.ndarray,
     out_secs: np.ndarray,
     in_secs: np.ndarray,
-    gpus: int,
+    slots_ahead: np.ndarray,
     hop_secs: float,
 ) -> float:
     """Seconds until the last link is done."""
+    gpus = len(slots_ahead)
     links = len(LINKS) * gpus
     sent, received = np.zeros(links), np.zeros(links)
+    ahead = np.tile(slots_ahead, len(LINKS)) - 1
+    past = np.zeros((int(ahead.max(initial=0)) + 1, links))  # until when links received, as of the last slots' ends
     slot, hop = flows.slot, flows.hop
     arrived = np.zeros((int(hop.max(initial=0)) + 1, gpus))
     before, now = arrived.copy(), -1
@@ -124,6 +136,8 @@ def _played(
     for first, stop in itertools.pairwise(edges):
         out, into, h = out_link[first:stop], in_link[first:stop], int(hop[first])
         if slot[first] != now:
+            passed = min(int(slot[first]) - now, len(past))
+            past = np.concatenate([np.broadcast_to(received, (passed, links)), past[: len(past) - passed]])
             before, now = arrived.copy(), int(slot[first])
         start = np.maximum(sent, np.tile(before[h - 1] + hop_secs, len(LINKS))) if h else sent
         sending = np.bincount(out, out_secs[first:stop], minlength=links)
@@ -131,7 +145,7 @@ def _played(
         earliest, latest, pressure = np.full(links, np.inf), np.zeros(links), np.zeros(links)
         np.minimum.at(earliest, into, start[out])
         np.maximum.at(latest, into, (start + sending)[out])
-        np.maximum.at(pressure, out, received[into])
+        np.maximum.at(pressure, out, past[ahead[out], into])
         sent = np.where(sending > 0, np.maximum(start + sending, pressure), sent)
         takes = receiving > 0
         received = np.where(
@@ -139,6 +153,13 @@ def _played(
         )
         np.maximum.at(arrived[h], flows.target[first:stop], received[into])
     return float(max(received.max(initial=0), sent.max(initial=0)))
+
+
+def _slots_ahead(plan: Plan, topology: Topology, gpus: int) -> np.ndarray:
+    """How many slots each GPU can be ahead of those that it sends to, [gpus]."""
+    sends = plan.moves.source_rank >= 0
+    sent = np.bincount(topology.gpu(plan.moves.source_rank[sends]), plan.row_nbytes[sends], minlength=gpus)
+    return np.clip(IN_FLIGHT_NBYTES * SLOTS // np.maximum(sent, 1), 1, MOST_SLOTS_AHEAD).astype(np.int64)
 
 
 def _both_ways(flows: _Flows, topology: Topology, gpus: int) -> tuple[np.ndarray, np.ndarray]:

@@ -248,6 +248,25 @@ def test_replicas_get_codes_by_forwarding(replicas: int) -> None:
     assert all(plan.conversions[c].is_bits for c in plan.moves.convert[passed])
 
 
+@pytest.mark.parametrize("prefix", ["", "h.{i}."])
+def test_scales_are_passed_on_after_all_that_may_write_them_even_where_they_are_larger(prefix: str) -> None:
+    """A block of one element: codes are a quarter of the scales' bytes."""
+    w, s = prefix + "w", prefix + "s"
+    boxes = {rank: [(0, 512), (0, 512)] for rank in range(3)}
+    plan = planned(
+        {w: sf.src(w).quantize(formats.Fp8Block(rows=1, columns=1)), s: sf.scale_of(w)},
+        {w.format(i=0): cut((512, 512), "float32", 0, 2)},
+        {
+            w.format(i=0): sf.Layout((512, 512), E4M3, boxes),
+            s.format(i=0): sf.Layout((512, 512), "float32", boxes),
+        },
+        3,
+    )
+    moves = plan.moves
+    scales = np.array([family.pattern.endswith("s") for family in plan.families])[moves.target_family]
+    assert moves.order[scales & (moves.hop > 0)].min() > moves.order[~scales & (moves.hop == 0)].max()
+
+
 def test_bands_of_large_replicas_end_at_blocks() -> None:
     ranks = {rank: [(0, 2048), (0, 1024)] for rank in range(4)}
     plan = planned(

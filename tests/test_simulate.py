@@ -28,14 +28,23 @@ def copies(source_ranks: int, target_ranks: int, layers: int = 64, size: int = 1
 
 
 def qwen(
-    model: str, fsdp: int, trainer_tp: int, replicas: int, tp: int, dtype: str = "bfloat16", layers: int | None = None
+    model: str,
+    fsdp: int,
+    trainer_tp: int,
+    replicas: int,
+    tp: int,
+    dtype: str = "bfloat16",
+    layers: int | None = None,
+    expert_parallel: bool = False,
 ) -> tuple[sf.Plan, Topology]:
     """tunix to vLLM, planned for a cluster."""
     sizes = sf.engines.model(model)
     if layers is not None:
         sizes = dataclasses.replace(sizes, layers=layers)
     trainer = sf.engines.tunix.trainer(sizes, AbstractMesh((fsdp, trainer_tp), ("fsdp", "tp")), dtype=dtype)
-    rollout = sf.engines.vllm.rollout(sizes, AbstractMesh((replicas, tp), ("replica", "tp")))
+    rollout = sf.engines.vllm.rollout(
+        sizes, AbstractMesh((replicas, tp), ("replica", "tp")), expert_parallel=expert_parallel
+    )
     topology = pools("h200", fsdp * trainer_tp, replicas * tp)
     mapping = sf.engines.route(trainer, rollout)
     return sf.make_plan(trainer.params, rollout.params, mapping, allow_cast="*", topology=topology), topology
@@ -107,21 +116,28 @@ def test_a_topology_with_too_few_places_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "fsdp", "trainer_tp", "replicas", "tp"),
+    ("model", "fsdp", "trainer_tp", "replicas", "tp", "expert_parallel"),
     [
-        ("Qwen3-30B-A3B", 2, 2, 2, 2),
-        ("Qwen3-30B-A3B", 4, 2, 1, 8),
-        ("Qwen3-30B-A3B", 4, 2, 4, 2),
-        ("Qwen3-30B-A3B", 8, 2, 4, 4),
-        ("Qwen3-30B-A3B", 8, 4, 16, 4),
-        ("Qwen3-8B", 4, 4, 32, 1),
-        ("Qwen3-32B", 4, 4, 32, 8),
+        ("Qwen3-30B-A3B", 2, 2, 2, 2, False),
+        ("Qwen3-30B-A3B", 4, 2, 1, 8, False),
+        ("Qwen3-30B-A3B", 4, 2, 4, 2, False),
+        ("Qwen3-30B-A3B", 8, 2, 4, 4, False),
+        ("Qwen3-30B-A3B", 8, 4, 16, 4, False),
+        ("Qwen3-8B", 4, 4, 32, 1, False),
+        ("Qwen3-32B", 4, 4, 32, 8, False),
+        # as many bytes leave each trainer as enter each rollout: neither may wait
+        ("Qwen3-8B", 2, 4, 1, 8, False),
+        ("Qwen3-8B", 8, 1, 2, 4, False),
+        ("Qwen3-8B", 2, 4, 16, 2, False),
+        ("Qwen3-30B-A3B", 2, 4, 4, 8, True),
+        ("Qwen3-30B-A3B", 2, 4, 16, 8, True),
+        ("Qwen3-30B-A3B", 2, 4, 16, 8, False),
     ],
 )
 def test_a_plan_stays_within_a_tenth_of_what_any_plan_needs(
-    model: str, fsdp: int, trainer_tp: int, replicas: int, tp: int
+    model: str, fsdp: int, trainer_tp: int, replicas: int, tp: int, expert_parallel: bool
 ) -> None:
-    plan, topology = qwen(model, fsdp, trainer_tp, replicas, tp)
+    plan, topology = qwen(model, fsdp, trainer_tp, replicas, tp, expert_parallel=expert_parallel)
     predicted = plan.simulate(topology)
     assert 0.999 <= predicted.schedule_ratio <= 1.1
     first_hop = plan.first_hop_nbytes
@@ -142,6 +158,13 @@ def test_the_bound_holds_for_every_way_to_send_each_byte_once() -> None:
     """By hand: 16 trainers and two hosts of rollouts with 2 replicas of TP 4 each."""
     plan, topology = qwen("Qwen3-30B-A3B", 8, 2, 4, 4)
     assert plan.simulate(topology).bound_secs == pytest.approx(plan.egress_nbytes / 8 / 50e9, rel=2e-3)
+
+
+def test_a_host_whose_gpus_all_need_everything_is_bound_by_all_its_links() -> None:
+    """Two trainers in one host, two rollouts in another: each needs all, over its NIC or from the other one."""
+    topology = dataclasses.replace(FAST, hosts=2, gpus_per_host=2, nic_rate=0.6e9, nvlink_both_ways_rate=0.5e9)
+    plan = copies(2, 2)
+    assert plan.simulate(topology).bound_secs == pytest.approx(plan.egress_nbytes / 1.1e9)
 
 
 # Measured rows

@@ -1,0 +1,30 @@
+"""Order numbers: scattered numbers lie evenly, and every root is served once in every round."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from shardfly_jax.sharding.schedule import scattered, times
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("first", [-3, 0, 1000, 1 << 30])
+def test_every_stretch_of_numbers_is_scattered_over_all_the_room(first: int, stride: int) -> None:
+    found = np.sort(scattered(first + stride * np.arange(64), 1 << 40)) / (1 << 40)
+    assert found[0] >= 0
+    assert found[-1] < 1
+    assert np.diff(found, prepend=found[-1] - 1).max() < 4 / 64
+
+
+@given(st.integers(0, 10**6), st.integers(1, 16), st.integers(1, 40), st.integers(1, 64))
+def test_bands_of_a_root_fill_all_rounds_alike(number: int, roots: int, per_root: int, rounds: int) -> None:
+    rounds, span = min(rounds, per_root), 1 << 40
+    band = np.arange(roots * per_root)
+    begin, lasts = times(number + band // per_root, band, per_root, rounds, span)
+    assert (begin + lasts <= span).all()
+    for of_root in begin.reshape(roots, per_root):
+        places, bands = np.unique(of_root, return_counts=True)
+        assert places.tolist() == [span * k // rounds for k in range(rounds)]
+        assert bands.max() - bands.min() <= 1
