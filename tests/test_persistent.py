@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import assert_same_bits, bits
-from jax.sharding import AbstractMesh, Mesh, SingleDeviceSharding
+from gpu_scene import (
+    MODEL,
+    contents,
+    executor_of,
+    fresh_params,
+    gpus,
+    numbers,
+    one_gpu_mesh,
+    plan_on_one_gpu,
+    random_view,
+    raw,
+    small_model,
+)
+from jax.sharding import AbstractMesh
 
 import shardfly_jax as sf
 from shardfly_jax.sharding.formats import np_dtype
@@ -21,42 +32,6 @@ pytestmark = pytest.mark.gpu
 
 FULL = 4096
 """Largest extent of an awkward layout: several tiles in each direction."""
-
-
-def gpus() -> list[jax.Device]:
-    return jax.local_devices(backend="gpu")
-
-
-def raw(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Any bits."""
-    size = int(np.prod(shape)) * np_dtype(dtype).itemsize
-    return rng.integers(0, 256, size, np.uint8).view(np_dtype(dtype)).reshape(shape)
-
-
-def numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    return rng.standard_normal(shape).astype(np.float32).astype(np_dtype(dtype))
-
-
-def plan_on_one_gpu(arrays: dict[str, np.ndarray], mapping: sf.Mapping, targets: dict[str, Any]) -> tuple[Any, sf.Plan]:
-    place = SingleDeviceSharding(gpus()[0])
-    params = {name: jax.device_put(x, place) for name, x in arrays.items()}
-    target = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=place) for name, (shape, dtype) in targets.items()}
-    plan = sf.make_plan(params, target, mapping, allow_cast="*")
-    return params, sf.register(plan, executor="persistent")
-
-
-def random_view(rng: np.random.Generator, arrays: dict[str, np.ndarray], name: str) -> tuple[Any, np.ndarray]:
-    """An expression over one source, with its value: a slice at any offsets, then its axes in any order."""
-    x = arrays[name]
-    items = []
-    for n in x.shape:
-        lo = int(rng.integers(0, min(n, 40)))
-        hi = int(rng.integers(max(lo + 1, n - 40), n + 1))
-        items.append(slice(lo, hi))
-    letters = "abc"[: x.ndim]
-    order = "".join(rng.permutation(list(letters)))
-    expr = sf.src(name)[tuple(items)].rearrange(f"{' '.join(letters)} -> {' '.join(order)}")
-    return expr, x[tuple(items)].transpose([letters.index(letter) for letter in order])
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "int64"])
@@ -102,39 +77,9 @@ def test_casts_of_slices_in_any_order_arrive_bit_for_bit(pair: str) -> None:
             assert_same_bits(buffers[name], np.ascontiguousarray(x), f"{seed} {name}")
 
 
-MODEL = dataclasses.replace(
-    sf.engines.model("Qwen3-0.6B"), layers=2, hidden=256, heads=8, kv_heads=4, head_dim=32, width=512, vocab=1024
-)
-
-
-def small_model(
-    trainers: Mesh, placement: Callable[[int], jax.Device], rollout: tuple[int, int] = (2, 2)
-) -> tuple[Any, sf.Plan]:
-    trainer = sf.engines.tunix.trainer(MODEL, trainers, dtype="float32")
-    target = sf.engines.vllm.rollout(MODEL, AbstractMesh(rollout, ("replica", "tp")))
-    plan = sf.make_plan(trainer.params, target.params, sf.engines.route(trainer, target), allow_cast="*")
-    return trainer.params, sf.register(plan, placement=placement, executor="persistent")
-
-
-def one_gpu_mesh() -> Mesh:
-    return Mesh(np.array(gpus()[:1]).reshape(1, 1), ("fsdp", "tp"))
-
-
-def fresh_params(shapes: Any, rng: np.random.Generator) -> Any:
-    return jax.tree.map(lambda s: jax.device_put(numbers(rng, s.shape, "float32"), s.sharding), shapes)
-
-
 @pytest.fixture
 def model() -> tuple[Any, sf.Plan]:
     return small_model(one_gpu_mesh(), lambda rank: gpus()[0])
-
-
-def executor_of(plan: sf.Plan) -> Any:
-    return plan.registered().executor
-
-
-def contents(plan: sf.Plan) -> dict[Any, np.ndarray]:
-    return {key: np.asarray(jnp.copy(shard.array)) for key, shard in plan.registered().buffers.items()}
 
 
 @pytest.mark.parametrize("rollout", [(1, 1), (1, 4), (3, 1), (2, 4), (4, 2)])
@@ -329,127 +274,3 @@ def test_a_deleted_buffer_is_stale_and_nothing_is_written(model: tuple[Any, sf.P
         shard.array.delete()
     with pytest.raises(sf.StaleBuffer):
         sf.sync(params, plan)
-
-
-def trained(traces: list[int]) -> Callable[..., Any]:
-    """A jitted step that donates, ends with a send, and notes when it is traced."""
-
-    def step(params: Any, moment: Any, x: jax.Array, sender: Any) -> tuple[Any, Any]:
-        traces.append(1)
-        moment = jax.tree.map(lambda m, p: 0.9 * m + 0.01 * p * x, moment, params)
-        params = jax.tree.map(jnp.subtract, params, moment)
-        return sf.send(params, sender), moment
-
-    return jax.jit(step, donate_argnums=(0, 1))
-
-
-def check_steps(shapes: Any, plan: sf.Plan, steps: int = 4) -> None:
-    params = fresh_params(shapes, np.random.default_rng())
-    moment = jax.tree.map(jnp.zeros_like, params)
-    traces: list[int] = []
-    step = trained(traces)
-    pointers = None
-    version = 0
-    for k in range(steps):
-        with sf.receiving(plan) as update:
-            params, moment = step(params, moment, jnp.float32(k + 1), plan.sender)
-        assert sf.verify(params, plan) == plan.target_nbytes
-        now = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(update.params())]
-        assert pointers in (None, now)
-        pointers = now
-        assert k == 0 or plan.version["rollout/0"] == version + 1  # a failed attempt has left a gap before the first
-        version = plan.version["rollout/0"]
-    assert len(traces) == 1
-    sf.sync(params, plan)  # both ways may take turns
-    assert sf.verify(params, plan) == plan.target_nbytes
-
-
-def test_a_jitted_step_that_donates_sends_its_new_params(model: tuple[Any, sf.Plan]) -> None:
-    check_steps(*model)
-
-
-def test_a_step_that_does_not_send_times_out_and_the_next_one_heals(model: tuple[Any, sf.Plan]) -> None:
-    shapes, plan = model
-    params = fresh_params(shapes, np.random.default_rng())
-    sf.sync(params, plan)
-    executor_of(plan).deadline_ms = 200
-    with pytest.raises(sf.SyncTimeout, match="waited for send of ranks 0, "), sf.receiving(plan):
-        pass
-    with pytest.raises(sf.Poisoned):
-        sf.params(plan)
-    executor_of(plan).deadline_ms = 60_000
-    check_steps(shapes, plan, 2)
-
-
-def test_an_error_in_the_step_leaves_the_replicas_poisoned_until_the_next_update(model: tuple[Any, sf.Plan]) -> None:
-    shapes, plan = model
-    with pytest.raises(ZeroDivisionError), sf.receiving(plan):
-        raise ZeroDivisionError
-    with pytest.raises(sf.Poisoned, match="ZeroDivisionError"):
-        sf.params(plan)
-    check_steps(shapes, plan, 2)
-
-
-def test_a_flax_module_trains_and_sends_inside_nnx_jit() -> None:
-    from flax import nnx
-
-    gpu, rng = gpus()[0], np.random.default_rng()
-    place = SingleDeviceSharding(gpu)
-    with jax.default_device(gpu):
-        layer = nnx.Linear(64, 128, rngs=nnx.Rngs(secrets.randbits(31)))
-    target = {"weight": jax.ShapeDtypeStruct((128, 64), jnp.bfloat16, sharding=place)}
-    mapping = sf.Mapping({"weight": sf.src("kernel").rearrange("a b -> b a")})
-    plan = sf.make_plan(layer, target, mapping, allow_cast="*", unused="bias")
-    plan = sf.register(plan, executor="persistent")
-
-    @nnx.jit
-    def step(layer: nnx.Linear, x: jax.Array, sender: Any) -> jax.Array:
-        loss, grads = nnx.value_and_grad(lambda layer: (layer(x) ** 2).mean())(layer)
-        nnx.update(layer, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(layer, nnx.Param), grads))
-        sf.send(layer, sender)
-        return loss
-
-    x = jax.device_put(rng.standard_normal((8, 64), np.float32), gpu)
-    for _ in range(3):
-        with sf.receiving(plan) as update:
-            step(layer, x, plan.sender)
-        want = np.asarray(layer.kernel[...]).T.astype(np_dtype("bfloat16"))
-        assert_same_bits(update.params()["weight"], np.ascontiguousarray(want))
-
-
-@pytest.mark.multigpu
-class TestSeveralGpus:
-    """Ranks on several GPUs of one process."""
-
-    def test_replicas_on_other_gpus_get_every_byte(self) -> None:
-        devices = gpus()
-        shapes, plan = small_model(one_gpu_mesh(), lambda rank: devices[(rank + 1) % len(devices)], (4, 2))
-        rng = np.random.default_rng()
-        for _ in range(20):
-            params = fresh_params(shapes, rng)
-            sf.sync(params, plan)
-            assert sf.verify(params, plan) == plan.target_nbytes
-
-    def test_a_sharded_trainer_reaches_replicas_on_the_same_gpus(self) -> None:
-        devices = gpus()[:2]
-        mesh = Mesh(np.array(devices).reshape(2, 1), ("fsdp", "tp"))
-        shapes, plan = small_model(mesh, lambda rank: devices[rank % 2], (3, 2))
-        for _ in range(20):
-            params = fresh_params(shapes, np.random.default_rng())
-            sf.sync(params, plan)
-            assert sf.verify(params, plan) == plan.target_nbytes
-
-    def test_a_jitted_step_on_a_mesh_sends_from_every_gpu(self) -> None:
-        devices = gpus()[:2]
-        mesh = Mesh(np.array(devices).reshape(2, 1), ("fsdp", "tp"))
-        check_steps(*small_model(mesh, lambda rank: devices[rank % 2], (2, 2)))
-
-    def test_a_gpu_that_never_sends_is_named_on_the_gpu_that_waits(self) -> None:
-        devices = gpus()[:2]
-        shapes, plan = small_model(one_gpu_mesh(), lambda rank: devices[1], (2, 1))
-        params = fresh_params(shapes, np.random.default_rng())
-        sf.sync(params, plan)
-        executor = executor_of(plan)
-        executor.deadline_ms, executor._launches = 300, executor.launches("finish")
-        with pytest.raises(sf.SyncTimeout, match=r"on cuda:1 waited for (send of rank 0 on cuda:0|what rank 0 sends)"):
-            sf.sync(params, plan)
