@@ -70,6 +70,19 @@ def test_nothing_is_mapped_or_made_anew_while_the_same_processes_meet(driver: ho
         assert made == set()
 
 
+def test_a_rank_that_holds_nothing_of_a_tensor_takes_part(driver: host_gpu.Driver, rendezvous: Any) -> None:
+    shape = (4, host_gpu.UNIT // 16)  # fills a piece of memory, so that what has no bytes lies behind it
+    source = {"w": sf.Layout(shape, "float32", {0: [(0, 4), (0, shape[1])]})}
+    target = {"w": sf.Layout(shape, "float32", {0: [(0, 4), (0, shape[1])], 1: [(4, 4), (0, shape[1])]})}
+    value = np.random.default_rng().standard_normal(shape, np.float32)
+    with Processes(rendezvous, [0], [1, 2], make=lambda: sf.make_plan(source, target, None)) as (trainer, rollout):
+        assert part_of(rollout).transport == "ipc"
+        params = {"w": {0: jax.device_put(value)}}
+        results = together(lambda: sf.sync(params, trainer.plan), lambda: sf.receive(rollout.plan, wait_secs=10))
+        assert errors(results) == []
+        assert sorted(registered_bytes(rollout.plan).values()) == [b"", value.tobytes()]
+
+
 def test_a_refused_update_leaves_what_was_served(driver: host_gpu.Driver, rendezvous: Any) -> None:
     with Processes(rendezvous, [0, 1], [2, 3], [4, 5]) as (trainer, *rollouts):
         check_update([trainer, *rollouts], 1)

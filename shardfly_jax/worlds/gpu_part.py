@@ -90,7 +90,7 @@ class GpuPart(Part):
         self._devices = {rank: shard.device for (_, _, rank), shard in session.buffers.items()}
         self._sources_at = trainer_devices(session)
         self._devices |= self._sources_at
-        addresses = {key: shard.address for key, shard in session.buffers.items()}
+        addresses = {key: shard.address for key, shard in session.buffers.items() if shard.nbytes}
         if reasons := why_not(plan, set(self._devices.values()), addresses):
             raise RegistrationError(
                 f"registration: the persistent kernel cannot run this plan: {'; '.join(reasons)}. Hold its ranks on "
