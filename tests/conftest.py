@@ -13,6 +13,7 @@ import pytest
 
 if TYPE_CHECKING:
     import numpy as np
+    from host_gpu import Driver
 
     from shardfly_jax.worlds.world import World
 
@@ -123,3 +124,16 @@ def rendezvous() -> "Iterator[World]":
 
     with sf.connect("tcp://127.0.0.1:0", TOKEN, serve=True, deadline_secs=5, lost_secs=5) as world:
         yield world
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, small_chunks: None) -> "Iterator[Driver]":
+    """Of CPU devices that are taken for GPUs; nothing is left in its books in the end, and no thread runs."""
+    from host_gpu import install, library_threads
+    from threaded_world import eventually
+
+    before = library_threads()
+    made = install(lambda *args: monkeypatch.setattr(*args, raising=False))
+    yield made
+    made.check_books()
+    eventually(lambda: library_threads() <= before)

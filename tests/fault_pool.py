@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import signal
+import time
 from typing import Any
 
 from small_world import RANKS
@@ -25,13 +26,14 @@ class Pool:
       address: Of the rendezvous.
       platforms: Of the processes.
       gpus: Over how many GPUs they are spread; each sees its own only.
+      host_gpu: Whether they take their CPU for a GPU.
       options: For them when they join.
     """
 
-    def __init__(self, address: str, platforms: str = "cpu", gpus: int = 0, **options: Any):
+    def __init__(self, address: str, platforms: str = "cpu", gpus: int = 0, host_gpu: bool = False, **options: Any):
         self.address, self.options = address, options
         turns = itertools.count()
-        self.new = lambda: Process(platforms, next(turns) % gpus if gpus else None)
+        self.new = lambda: Process(platforms, next(turns) % gpus if gpus else None, host_gpu)
         self.at = {role: self.new() for role in RANKS}
         self.spares = [self.new(), self.new()]
         self.seed = self.version = 0
@@ -163,3 +165,56 @@ def run_scenario(pool: Pool, scenario: Scenario) -> dict[str, dict[str, Any]]:
         pool.spares.append(victim)
     pool.is_whole = True
     return answers
+
+
+GPU_SCENARIOS = [
+    Scenario(*fault)
+    for fault in (
+        ("t0", "say enter", 1, "kill"),
+        ("t0", "launch", 1, "kill"),
+        ("t1", "launched", 1, "kill"),
+        ("r2", "say ready", 1, "kill"),
+        ("r0", "launch", 1, "kill"),
+        ("r2", "launched", 1, "kill"),
+        ("r1", "say arrived", 1, "kill"),
+        ("t1", "hear go", 1, "drop"),
+        ("r2", "say arrived", 1, "drop"),
+        ("r0", "say ready", 1, "double"),
+    )
+]
+"""Where kernels are launched instead of chunks sent."""
+
+
+def run_late_writer(pool: Pool, scenario: Scenario, deadline_secs: float) -> None:
+    """A process is stopped in an attempt and replaced, and goes on when its kernel cannot write any more.
+
+    Args:
+      pool: Of processes that write into each other's memory.
+      scenario: Whose process is stopped.
+      deadline_secs: Of an attempt.
+    """
+    before = pool.seed
+    pool.is_whole = False  # until the end
+    victim = pool.at[scenario.role]
+    seed = pool.begin((scenario.role, (scenario.point, scenario.n, scenario.action)))
+    victim.wait_until_stopped()
+    check_survivors(pool, scenario, seed, before)
+    failed_at = time.monotonic()
+    pool.replace(scenario.role)
+    check_unknown(pool)
+    time.sleep(max(0.0, failed_at + deadline_secs + 0.5 - time.monotonic()))
+    pool.check_update()
+    victim.popen.send_signal(signal.SIGCONT)
+    assert victim.answer()["outcome"] in {"ok", *TYPED}
+    assert {pool.serves(role) for role in ROLLOUTS} == {str(pool.seed)}, "a late writer touched a later version"
+    pool.check_update()
+    pool.spares.append(victim)
+    pool.is_whole = True
+
+
+def check_unknown(pool: Pool) -> None:
+    """An update is refused, because somebody who is alive may still write."""
+    pool.begin()
+    answers = {role: process.answer() for role, process in pool.at.items()}
+    assert {answer["outcome"] for answer in answers.values()} <= {"UnknownOutcome", "UpdateRefused"}, answers
+    assert any("End that process, or try again in" in answer["message"] for answer in answers.values())

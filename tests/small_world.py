@@ -37,6 +37,8 @@ signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCONT})  # in every thread: w
 import small_world
 small_world.main()
 """
+HOST_GPU = "SHARDFLY_TESTS_HOST_GPU"
+"""Set in the environment of a worker process that is to take its CPU for a GPU."""
 TOKEN = "a token of the tests"
 RANKS = {"t0": [0], "t1": [1], "r0": [2], "r1": [3], "r2": [4, 5]}
 """Ranks of each process of the fault tests."""
@@ -151,7 +153,8 @@ class Faults:
     """What goes wrong in this process, and when. Sits where messages and chunks leave and arrive.
 
     Chunks for rollouts pass `send` and `take`, those that trainers send each other `tell` and `told`. On GPUs there are
-    `launch` and `launched` instead, before and after the kernels of *send* and *finish* are.
+    `launch` and `launched` instead, before and after the kernels of *send* and *finish* are, and `offer inboxes`,
+    before others can map them.
     """
 
     def __init__(self) -> None:
@@ -204,17 +207,22 @@ class Faults:
         faults = self
         link.Link._send, link.Link._receive = send, receive  # type: ignore[method-assign]
         attempt.Outgoing.send, attempt.Incoming.take = send_chunk, take  # type: ignore[method-assign]
-        if jax.default_backend() == "gpu":
+        if jax.default_backend() == "gpu" or HOST_GPU in os.environ:
+            from shardfly_jax.worlds.gpu_part import GpuPart
             from shardfly_jax.worlds.gpu_run import GpuRun
 
-            gpu_launch = GpuRun._launch
+            gpu_launch, gpu_offer = GpuRun._launch, GpuPart._offer
 
             def launch(self: Any) -> None:
                 faults.at("launch")
                 gpu_launch(self)
                 faults.at("launched")
 
-            GpuRun._launch = launch  # type: ignore[method-assign]
+            def offer(self: Any, what: str, addresses: Any) -> Any:
+                faults.at(f"offer {what.split()[0]}")
+                return gpu_offer(self, what, addresses)
+
+            GpuRun._launch, GpuPart._offer = launch, offer  # type: ignore[method-assign]
 
 
 class Worker:
@@ -274,6 +282,10 @@ class Worker:
 
 def main() -> None:
     cut_small()
+    if HOST_GPU in os.environ:
+        import host_gpu
+
+        host_gpu.install()
     worker = Worker()
     commands: Mapping[str, Callable[..., dict[str, Any]]] = {
         name: getattr(worker, name) for name in ("join", "rescale", "update", "serves", "close")

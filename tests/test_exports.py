@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import signal
 import socket
@@ -11,11 +13,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from shardfly_jax.sharding.errors import TransferError
-from shardfly_jax.transports.exports import Exports, Neighbour
+from shardfly_jax.transports.exports import Exports, Neighbour, _send
 from shardfly_jax.worlds.wire import Seal
 
 SEAL = Seal("a token of the tests")
@@ -119,3 +122,72 @@ def test_a_closed_owner_is_named(exports: Exports) -> None:
     exports.close()
     with pytest.raises(TransferError, match="cannot be reached"):
         Neighbour(exports.path, SEAL, "a")
+
+
+def test_who_asks_and_never_takes_the_answer_holds_up_nobody(exports: Exports) -> None:
+    exports.offer("buffers", [], [], [[k] for k in range(500_000)])
+    with socket.socket(socket.AF_UNIX) as stopped:
+        stopped.connect(exports.path)
+        _send(stopped, SEAL, {"op": "want", "who": "stopped", "what": "buffers", "secs": 0.01})
+        assert until(lambda: exports.may_write("stopped"))
+        time.sleep(0.2)  # the answer fills the socket
+        done = threading.Event()
+
+        def work() -> None:
+            exports.offer("inboxes", [], [], [[1]])
+            assert exports.may_write("stopped")
+            done.set()
+
+        threading.Thread(target=work, daemon=True).start()
+        assert done.wait(5.0)
+        neighbour = Neighbour(exports.path, SEAL, "a")
+        assert neighbour.ask("inboxes", 5.0) == ([], [], [[1]])
+        neighbour.close()
+
+
+def test_closing_ends_every_connection_and_thread() -> None:
+    before = set(threading.enumerate())
+    exports = Exports(SEAL)
+    exports.offer("buffers", [], [], [])
+    neighbours = [Neighbour(exports.path, SEAL, name) for name in "ab"]
+    assert neighbours[0].ask("buffers", 5.0) is not None
+
+    def ask() -> None:
+        with pytest.raises(TransferError):
+            neighbours[1].ask("never", 30.0)
+
+    waiting = threading.Thread(target=ask)
+    waiting.start()
+    assert until(lambda: exports.may_write("b"))
+    exports.close()
+    assert until(lambda: set(threading.enumerate()) <= before)
+    with pytest.raises(TransferError, match="another one holds its ranks"):
+        neighbours[0].ask("buffers", 5.0)
+    for neighbour in neighbours:
+        neighbour.close()
+
+
+def test_a_process_without_descriptors_left_answers_again_later(
+    exports: Exports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exports.offer("buffers", [], [], [])
+    accept, left = socket.socket.accept, [2]
+
+    def scarce(self: socket.socket) -> Any:
+        connection = accept(self)
+        if left[0]:
+            left[0] -= 1
+            connection[0].close()
+            raise OSError(errno.EMFILE, "Too many open files")
+        return connection
+
+    monkeypatch.setattr(socket.socket, "accept", scarce)
+    for _ in range(3):  # the listener is in an unchanged call the first time
+        neighbour = Neighbour(exports.path, SEAL, "a")
+        with contextlib.suppress(TransferError):
+            neighbour.ask("buffers", 5.0)
+        neighbour.close()
+    neighbour = Neighbour(exports.path, SEAL, "a")
+    assert neighbour.ask("buffers", 5.0) is not None
+    neighbour.close()
+    assert left == [0]

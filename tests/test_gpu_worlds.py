@@ -6,8 +6,6 @@ that is stopped may have a kernel on its way, so the next update is refused unti
 
 from __future__ import annotations
 
-import signal
-import time
 from collections.abc import Iterator
 
 import jax
@@ -17,7 +15,7 @@ import worker_process
 pytest.importorskip("zmq", reason="needs pyzmq (the zmq extra)")
 pytest.importorskip("cuda.bindings", reason="needs cuda-bindings (the gpu extra)")
 
-from fault_pool import LOST_SECS, ROLLOUTS, TYPED, Pool, Scenario, Shared, check_survivors, run_scenario
+from fault_pool import GPU_SCENARIOS, LOST_SECS, ROLLOUTS, Pool, Scenario, Shared, run_late_writer, run_scenario
 from small_world import TOKEN
 
 import shardfly_jax as sf
@@ -28,21 +26,6 @@ DEADLINE_SECS = 12.0
 """Of an attempt: the first one of new processes compiles."""
 COMPILE_SECS = 90.0
 PLATFORMS = "cuda,cpu"
-SCENARIOS = [
-    Scenario(*fault)
-    for fault in (
-        ("t0", "say enter", 1, "kill"),
-        ("t0", "launch", 1, "kill"),
-        ("t1", "launched", 1, "kill"),
-        ("r2", "say ready", 1, "kill"),
-        ("r0", "launch", 1, "kill"),
-        ("r2", "launched", 1, "kill"),
-        ("r1", "say arrived", 1, "kill"),
-        ("t1", "hear go", 1, "drop"),
-        ("r2", "say arrived", 1, "drop"),
-        ("r0", "say ready", 1, "double"),
-    )
-]
 STOPPED = [Scenario("t0", "launch", 1, "stop"), Scenario("r0", "launched", 1, "stop")]
 
 
@@ -87,33 +70,14 @@ def test_a_hundred_updates_in_a_row_bring_fresh_weights(pool: Pool) -> None:
         pool.check_update()
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+@pytest.mark.parametrize("scenario", GPU_SCENARIOS, ids=str)
 def test_nobody_hangs_and_nobody_serves_a_mixture(pool: Pool, scenario: Scenario) -> None:
     run_scenario(pool, scenario)
 
 
 @pytest.mark.parametrize("scenario", STOPPED, ids=str)
 def test_who_was_stopped_touches_nothing_when_it_goes_on(pool: Pool, scenario: Scenario) -> None:
-    before = pool.seed
-    pool.is_whole = False  # until the end
-    victim = pool.at[scenario.role]
-    seed = pool.begin((scenario.role, (scenario.point, scenario.n, scenario.action)))
-    victim.wait_until_stopped()
-    check_survivors(pool, scenario, seed, before)
-    failed_at = time.monotonic()
-    pool.replace(scenario.role)
-    pool.begin()
-    answers = {role: process.answer() for role, process in pool.at.items()}
-    assert {answer["outcome"] for answer in answers.values()} <= {"UnknownOutcome", "UpdateRefused"}, answers
-    assert any("End that process, or try again in" in answer["message"] for answer in answers.values())
-    time.sleep(max(0.0, failed_at + DEADLINE_SECS + 0.5 - time.monotonic()))
-    pool.check_update()
-    victim.popen.send_signal(signal.SIGCONT)
-    assert victim.answer()["outcome"] in {"ok", *TYPED}
-    assert {pool.serves(role) for role in ROLLOUTS} == {str(pool.seed)}, "a late writer touched a later version"
-    pool.check_update()
-    pool.spares.append(victim)
-    pool.is_whole = True
+    run_late_writer(pool, scenario, DEADLINE_SECS)
 
 
 def test_blocks_that_span_processes_are_quantized_and_values_that_are_not_finite_refused(address: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
+from numpy_records import long
 from random_problems import Case, cases, expected_buffers, source_buffers
 
 from shardfly_jax.sharding import optable, records as r
@@ -15,12 +16,6 @@ from shardfly_jax.sharding.moves import Key
 from shardfly_jax.sharding.optable import Flag, Inbox, OpTable, OpTables, Phase
 
 BITS2 = conversion("bfloat16", (), "bfloat16")
-
-
-def long(words: np.ndarray) -> int:
-    low, high = (int(w) & 0xFFFFFFFF for w in words)
-    value = low | high << 32
-    return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def strided(flat: np.ndarray, offset: int, extents: list[int], strides: list[int], nbytes: int) -> np.ndarray:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_world import PROGRAM
+from small_world import HOST_GPU, PROGRAM
 
 PATIENCE_SECS = 45.0
 """Beyond every deadline; who has not answered by then hangs."""
@@ -25,12 +25,14 @@ class Process:
     Args:
       platforms: That JAX has there.
       gpu: Number of the only GPU that it sees, if it is to see one.
+      host_gpu: Whether it takes its CPU for a GPU, see `host_gpu`.
     """
 
-    def __init__(self, platforms: str = "cpu", gpu: int | None = None) -> None:
+    def __init__(self, platforms: str = "cpu", gpu: int | None = None, host_gpu: bool = False) -> None:
         flags = "--xla_force_host_platform_device_count=2"
         path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         env = {**os.environ, "JAX_PLATFORMS": platforms, "XLA_FLAGS": flags, "PYTHONPATH": path}
+        env |= {HOST_GPU: "1"} if host_gpu else {}
         if gpu is not None:
             seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
             env["CUDA_VISIBLE_DEVICES"] = seen[gpu] if seen else str(gpu)

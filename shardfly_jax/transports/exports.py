@@ -7,6 +7,7 @@ when it is merely stopped.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import logging
@@ -16,6 +17,7 @@ import socket
 import struct
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +29,8 @@ log = logging.getLogger("shardfly_jax.worlds")
 LENGTHS = struct.Struct("!II")
 """Before each message: bytes of its MAC and of its header."""
 MAX_DESCRIPTORS = 64
+RETRY_SECS = 0.1
+"""After which to listen again, where no descriptor was left for another connection."""
 ANSWER_SECS = 10.0
 """How long an answer may take, besides the time for which the owner is to wait."""
 
@@ -88,8 +92,10 @@ class Exports:
         self._folder = tempfile.mkdtemp(prefix="shardfly-")
         self.path = os.path.join(self._folder, "memory")
         self._offers: dict[str, tuple[Header, list[int]]] = {}
-        self._open: dict[str, int] = {}  # connections of each process
+        self._open: collections.Counter[str] = collections.Counter()  # connections of each process
+        self._connections: set[socket.socket] = set()
         self._changed = threading.Condition()
+        self._is_closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(self.path)
         self._socket.listen(64)
@@ -118,30 +124,42 @@ class Exports:
     def may_write(self, who: str) -> bool:
         """Whether a process is alive that has mapped some of this memory."""
         with self._changed:
-            return self._open.get(who, 0) > 0
+            return self._open[who] > 0
 
     def close(self) -> None:
-        """Stops listening; who has mapped something keeps it."""
+        """Stops listening and answering; who has mapped something keeps it."""
         self.withdraw("")
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        with self._changed:
+            self._is_closed = True
+            for one in (self._socket, *self._connections):
+                with contextlib.suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)  # wakes its thread
+            self._changed.notify_all()
         self._socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _has(self, what: str) -> bool:
-        return what in self._offers
+        return what in self._offers or self._is_closed
 
     def _accept(self) -> None:
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:  # closed
-                return
+            except OSError as error:
+                if self._is_closed:
+                    return
+                log.warning("a process that asks for GPU memory is not heard: %s", error)
+                time.sleep(RETRY_SECS)
+                continue
             threading.Thread(target=self._answer, args=(connection,), name="shardfly-export", daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
         who = None
         try:
+            with self._changed:
+                if self._is_closed:
+                    return
+                self._connections.add(connection)
             while (message := _receive(connection, self._seal, ASKS)) is not None:
                 header, descriptors = message
                 for descriptor in descriptors:
@@ -149,17 +167,25 @@ class Exports:
                 with self._changed:
                     if who is None:
                         who = str(header["who"])
-                        self._open[who] = self._open.get(who, 0) + 1
+                        self._open[who] += 1
                     self._changed.wait_for(functools.partial(self._has, header["what"]), header["secs"])
-                    answer, given = self._offers.get(header["what"], ({"op": "lack"}, []))
+                    if self._is_closed:
+                        return
+                    answer, offered = self._offers.get(header["what"], ({"op": "lack"}, []))
+                    given = [os.dup(descriptor) for descriptor in offered]
+                try:  # without the lock: who asks may be stopped, and never take it
                     _send(connection, self._seal, answer, given)
+                finally:
+                    for descriptor in given:
+                        os.close(descriptor)
         except (Refused, OSError) as error:
             log.warning("a process that asked for GPU memory was cut off: %s", error)
         finally:
-            connection.close()
-            if who is not None:
-                with self._changed:
+            with self._changed:
+                self._connections.discard(connection)
+                if who is not None:
                     self._open[who] -= 1
+            connection.close()
 
 
 class Neighbour:
@@ -180,7 +206,7 @@ class Neighbour:
             self._socket.close()
             raise TransferError(
                 f"update: the GPU memory of another process cannot be reached at {path}: {error}. It has ended, or "
-                "runs on another host or in another file system."
+                "runs on another host or in another file system; let all that share a plan run in one."
             ) from None
 
     def ask(self, what: str, secs: float) -> tuple[list[int], list[int], list[list[int]]] | None:
@@ -198,9 +224,15 @@ class Neighbour:
             _send(self._socket, self._seal, {"op": "want", "who": self._name, "what": what, "secs": secs})
             message = _receive(self._socket, self._seal, ANSWERS)
         except (Refused, OSError) as error:
-            raise TransferError(f"update: asking {self._path} for GPU memory failed: {error}.") from None
+            raise TransferError(
+                f"update: asking {self._path} for GPU memory failed: {error}. Update again when its process goes on "
+                "or another one holds its ranks."
+            ) from None
         if message is None:
-            raise TransferError(f"update: the process at {self._path} has ended or refuses this world's token.")
+            raise TransferError(
+                f"update: the process at {self._path} has ended, has left the world, or has another token. Update "
+                "again when another one holds its ranks."
+            )
         header, descriptors = message
         if header["op"] == "lack":
             return None

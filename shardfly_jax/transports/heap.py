@@ -11,6 +11,7 @@ import numpy as np
 
 from shardfly_jax.buffers import ALIGNMENT, Wanted
 from shardfly_jax.executors.foreign import array_at
+from shardfly_jax.executors.persistent import can_reach
 from shardfly_jax.transports.vmm import SharedMemory
 
 
@@ -35,7 +36,9 @@ class Heap:
             start = sizes.get(one.device, 0)
             offsets.append(start)
             sizes[one.device] = start + -(-one.nbytes // ALIGNMENT) * ALIGNMENT
-        pieces = {device: SharedMemory(device.local_hardware_id, nbytes) for device, nbytes in sizes.items()}
+        pieces = {
+            device: SharedMemory(device.local_hardware_id, nbytes, _peers(device)) for device, nbytes in sizes.items()
+        }
         self._pieces.update(pieces.values())
         return [
             array_at(pieces[one.device].address + offset, one.shape, one.dtype, one.device, pieces[one.device])
@@ -62,3 +65,9 @@ class Heap:
 
     def _piece_of(self, address: int) -> SharedMemory | None:
         return next((p for p in self._pieces if p.address <= address < p.address + p.nbytes), None)
+
+
+def _peers(device: jax.Device) -> list[int]:
+    """The other devices of this process that reach one: unlike JAX's memory, a piece is theirs only if one says so."""
+    others = (one.local_hardware_id for one in jax.local_devices(backend=device.platform))
+    return [one for one in others if one != device.local_hardware_id and can_reach(one, device.local_hardware_id)]

@@ -30,7 +30,10 @@ def call(name: str, *args: Any) -> Any:
     """
     error, *rest = getattr(_driver(), name)(*args)
     if error.value:
-        raise RegistrationError(f"GPU memory: {name} says {error.name}. Is the GPU free, and does its driver run?")
+        remedy = "Is the GPU free, and does its driver run?"
+        if error.name == "CUDA_ERROR_OUT_OF_MEMORY":
+            remedy = "JAX takes most of it at its start: set XLA_PYTHON_CLIENT_MEM_FRACTION, so that it leaves enough."
+        raise RegistrationError(f"GPU memory: {name} says {error.name}. {remedy}")
     return rest[0] if rest else None
 
 
@@ -61,6 +64,15 @@ def _properties(ordinal: int) -> Any:
     return properties
 
 
+def _access(ordinal: int) -> Any:
+    driver = _driver()
+    access = driver.CUmemAccessDesc()
+    access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = ordinal
+    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    return access
+
+
 _exiting: list[bool] = []
 atexit.register(_exiting.append, True)
 
@@ -74,25 +86,24 @@ class Mapping:
       ordinals: Devices that reach it.
 
     Attributes:
-      address: Where it starts.
+      address: Where it starts; 0 before it is mapped and once it is closed.
     """
 
+    address = 0
+
     def __init__(self, handle: Any, nbytes: int, ordinals: Iterable[int]):
-        driver = _driver()
-        self.nbytes, self.address = nbytes, 0
+        self.nbytes = nbytes
         try:
-            address = call("cuMemAddressReserve", nbytes, 0, 0, 0)
-            call("cuMemMap", address, nbytes, 0, handle, 0)
+            with contextlib.ExitStack() as undo:
+                address = call("cuMemAddressReserve", nbytes, 0, 0, 0)
+                undo.callback(call, "cuMemAddressFree", address, nbytes)
+                call("cuMemMap", address, nbytes, 0, handle, 0)
+                undo.callback(call, "cuMemUnmap", address, nbytes)
+                access = [_access(ordinal) for ordinal in ordinals]
+                call("cuMemSetAccess", address, nbytes, access, len(access))
+                undo.pop_all()
         finally:
             call("cuMemRelease", handle)  # the mapping keeps the memory
-        access = []
-        for ordinal in ordinals:
-            one = driver.CUmemAccessDesc()
-            one.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-            one.location.id = ordinal
-            one.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-            access.append(one)
-        call("cuMemSetAccess", address, nbytes, access, len(access))
         self.address = int(address)
 
     def close(self) -> None:
@@ -124,8 +135,16 @@ class SharedMemory(Mapping):
             size = -(-max(nbytes, 1) // unit) * unit
             handle = call("cuMemCreate", size, properties, 0)
             kind = _driver().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-            self.descriptor = int(call("cuMemExportToShareableHandle", handle, kind, 0))
-            super().__init__(handle, size, (ordinal, *(peer for peer in peers if peer != ordinal)))
+            try:
+                self.descriptor = int(call("cuMemExportToShareableHandle", handle, kind, 0))
+            except BaseException:
+                call("cuMemRelease", handle)
+                raise
+            try:
+                super().__init__(handle, size, (ordinal, *(peer for peer in peers if peer != ordinal)))
+            except BaseException:
+                os.close(self.descriptor)
+                raise
             call("cuMemsetD8", self.address, 0, size)
             call("cuCtxSynchronize")
 

@@ -22,6 +22,7 @@ from shardfly_jax.transports.vmm import Mapping as MappedMemory, attach, stream_
 from shardfly_jax.worlds.attempt import failure
 from shardfly_jax.worlds.gpu_run import GpuRun
 from shardfly_jax.worlds.part import Part, trainer_devices
+from shardfly_jax.worlds.rendezvous import GONE_SECS
 from shardfly_jax.worlds.wire import Header
 
 if TYPE_CHECKING:
@@ -89,11 +90,15 @@ class GpuPart(Part):
         self._devices = {rank: shard.device for (_, _, rank), shard in session.buffers.items()}
         self._sources_at = trainer_devices(session)
         self._devices |= self._sources_at
-        addresses = {key: shard.address for key, shard in session.buffers.items()}
+        addresses = {key: shard.address for key, shard in session.buffers.items() if shard.nbytes}
         if reasons := why_not(plan, set(self._devices.values()), addresses):
-            raise RegistrationError(f"registration: the persistent kernel cannot run this plan: {'; '.join(reasons)}.")
+            raise RegistrationError(
+                f"registration: the persistent kernel cannot run this plan: {'; '.join(reasons)}. Hold its ranks on "
+                "CPU devices, to which weights travel over sockets."
+            )
         self._neighbours: dict[str, Neighbour] = {}
-        self._met: Mapping[str, str] | None = None
+        self._met: Mapping[str, str] | None = None  # whose memory is mapped
+        self._prepared: Mapping[str, str] | None = None  # for whom the kernels are
         self._executor: PersistentExecutor | None = None
         self._addresses: dict[Key | Inbox, int] = {}
         self._mapped: list[MappedMemory] = []
@@ -117,11 +122,11 @@ class GpuPart(Part):
     def _close(self) -> None:
         self.world.exports.withdraw(f"buffers {self.process}")
         self.world.exports.withdraw(f"inboxes {self.process}")
-        self._executor = None
-        for neighbour in self._neighbours.values():
+        self._met = self._prepared = self._executor = None
+        self._addresses, self._mapped = {}, []
+        for neighbour in self._neighbours.values():  # nothing is mapped any more
             neighbour.close()
         self._neighbours = {}
-        self._mapped = []
 
     # Who else there is
 
@@ -136,8 +141,7 @@ class GpuPart(Part):
         Raises:
           TransferError: Some process is not on a GPU of this host, or has ended.
         """
-        plan, session = self.session.plan, self.session
-        self._met, self._executor, self._addresses, self._mapped = None, None, {}, []
+        self._met, self._addresses, self._mapped = None, {}, []
         by_rank = {int(rank): Endpoint.parse(text, int(rank)) for rank, text in endpoints.items()}
         processes = {one.process: one for one in by_rank.values() if one.process != self.process}
         for gone in self._neighbours.keys() - processes.keys():
@@ -145,11 +149,7 @@ class GpuPart(Part):
         for name, one in processes.items():
             if name not in self._neighbours:
                 self._neighbours[name] = Neighbour(one.path, self.world.seal, self.process)
-        places = {
-            rank: Place(one.process, one.devices[rank])
-            for rank, one in by_rank.items()
-            if one.process != self.process and rank in one.devices
-        }
+        agreed = hashlib.sha256(json.dumps(endpoints, sort_keys=True).encode()).hexdigest()[:16]
         with contextlib.ExitStack() as stack:
             ask = functools.partial(self._ask, stack, epoch, until)
             offered = {name: ask(name, f"buffers {name}") for name in processes}
@@ -158,13 +158,7 @@ class GpuPart(Part):
                 for name, (_, _, rows) in offered.items()
                 for row in rows
             }
-            executor = PersistentExecutor(
-                plan, session.buffers, self._sources_at, Others(places, at.__getitem__, self.world.heap.words)
-            )
-            agreed = hashlib.sha256(json.dumps(endpoints, sort_keys=True).encode()).hexdigest()[:16]
-            mine = {number: array.unsafe_buffer_pointer() for number, array in executor.inboxes.items()}
-            self.world.exports.withdraw(f"inboxes {self.process}")
-            self._offer(f"inboxes {self.process} {agreed}", mine)
+            executor = self._prepare(endpoints, by_rank, at, agreed)
             mapped: dict[tuple[str, str, int], MappedMemory] = {}
             ordinals = sorted({device.local_hardware_id for device in self._devices.values()})
 
@@ -175,34 +169,79 @@ class GpuPart(Part):
                 return mapped[kind, name, piece].address + offset
 
             inboxes: dict[str, Offered] = {}
+            addresses: dict[Key | Inbox, int] = {}
             for key in executor.moving:
                 if isinstance(key, Inbox):
                     name = executor.devices[key.device].process
                     if name not in inboxes:
                         inboxes[name] = ask(name, f"inboxes {name} {agreed}")
                     _, piece, offset = next(row for row in inboxes[name][2] if row[0] == key.device)
-                    self._addresses[key] = reach("inbox", name, inboxes[name], piece, offset)
+                    addresses[key] = reach("inbox", name, inboxes[name], piece, offset)
                 elif key[2] not in self.held:
                     name, piece, offset = at[key]
-                    self._addresses[key] = reach("buffers", name, offered[name], piece, offset)
-        self._mapped, self._executor, self._met = list(mapped.values()), executor, dict(endpoints)
-        session.executor = executor
+                    addresses[key] = reach("buffers", name, offered[name], piece, offset)
+        self._mapped, self._addresses, self._met = list(mapped.values()), addresses, dict(endpoints)
+
+    def _prepare(
+        self,
+        endpoints: Mapping[str, str],
+        by_rank: Mapping[int, Endpoint],
+        at: Mapping[Key, tuple[str, int, int]],
+        agreed: str,
+    ) -> PersistentExecutor:
+        """The kernels for those who take part, and this process' inboxes, which it offers to the others.
+
+        They stay while the endpoints do: where this process could not meet all of the others in time, some of these may
+        have met it, and will not ask for its inboxes again.
+
+        Args:
+          endpoints: Of every rank.
+          by_rank: The same.
+          at: Where the others' buffers are: process, piece of its memory, offset.
+          agreed: Names these endpoints.
+        """
+        if self._executor is not None and self._prepared == endpoints:
+            return self._executor
+        self._executor = self.session.executor = self._prepared = None
+        places = {
+            rank: Place(one.process, one.devices[rank])
+            for rank, one in by_rank.items()
+            if one.process != self.process and rank in one.devices
+        }
+        others = Others(places, at.__getitem__, self.world.heap.words)
+        executor = PersistentExecutor(self.session.plan, self.session.buffers, self._sources_at, others)
+        mine = {number: array.unsafe_buffer_pointer() for number, array in executor.inboxes.items()}
+        self.world.exports.withdraw(f"inboxes {self.process}")
+        self._offer(f"inboxes {self.process} {agreed}", mine)
+        self._executor, self._prepared = executor, dict(endpoints)
+        self.session.executor = executor
+        return executor
 
     def _ask(self, stack: contextlib.ExitStack, epoch: int, until: float, name: str, what: str) -> Offered:
         """What a neighbour has; its descriptors are closed with the stack.
 
         Raises:
           SyncTimeout: It has not come by then.
+          TransferError: The neighbour has gone.
           Whatever ends the attempt meanwhile.
         """
         while time.monotonic() < until:
-            if (found := self._neighbours[name].ask(what, ASK_SECS)) is not None:
+            try:
+                found = self._neighbours[name].ask(what, ASK_SECS)
+            except TransferError:  # the rendezvous knows whom this process has lost
+                if (failed := self.world.link.failed(epoch, 2 * GONE_SECS + 1)) is not None:
+                    raise failure(failed) from None
+                raise
+            if found is not None:
                 for descriptor in found[1]:
                     stack.callback(os.close, descriptor)
                 return found
             if (failed := self.world.link.failed(epoch)) is not None:
                 raise failure(failed)
-        raise SyncTimeout(f"update: process {name[:6]} did not offer its GPU memory in time; nothing was written.")
+        raise SyncTimeout(
+            f"update: process {name[:6]} did not offer its GPU memory in time, while it may have compiled its kernels; "
+            "nothing was written. Update again, or give sf.connect(..., serve=True, deadline_secs=...) more."
+        )
 
     # An update
 

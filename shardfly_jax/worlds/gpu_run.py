@@ -58,6 +58,7 @@ class GpuRun:
         self._is_done = self._is_ended = False
         self._started: Started | None = None
         self._outcomes: list[Outcome] | None = None
+        self._broken: BaseException | None = None
         self._handled = False
         self._waiter: threading.Thread | None = None
 
@@ -90,11 +91,11 @@ class GpuRun:
                     )
                 poller.poll(int(left * 1000) + 1)
         except BaseException as error:
-            self._give_up()
-            if not self._is_ended:
+            if not self._is_ended:  # said first, as giving up fails where the device has
                 held = self._part.held
                 phase = "send" if self._part.sends else "finish"
                 self._fail("error", phase, min(held), f"rank {min(held)} failed: {type(error).__name__}: {error}")
+            self._give_up()
             raise
 
     def _is_over(self) -> bool:
@@ -125,7 +126,10 @@ class GpuRun:
         started = self._started = self._executor.transfer(self._attempt, self._addresses)
 
         def wait() -> None:
-            self._outcomes = started.outcomes()
+            try:
+                self._outcomes = started.outcomes()
+            except BaseException as error:
+                self._broken = error
             self._link.wake.set()
 
         self._waiter = threading.Thread(target=wait, name="shardfly-launches", daemon=True)
@@ -133,6 +137,8 @@ class GpuRun:
 
     def _judge(self) -> None:
         """Says how the launches ended, once."""
+        if self._broken is not None:
+            raise self._broken
         if self._outcomes is None or self._handled:
             return
         self._handled = True
@@ -153,10 +159,12 @@ class GpuRun:
     def _give_up(self) -> None:
         """Ends launches that still wait, and lets nobody begin to write here in this attempt any more."""
         attempt = self._attempt
-        for number, array in self._executor.inboxes.items():
-            ordinal, at = self._executor.devices[number].local_hardware_id, array.unsafe_buffer_pointer()
-            write(ordinal, at + 4 * lw.ABORTED, [attempt.session, attempt.epoch & 0xFFFFFFFF])
-            write(ordinal, at + 4 * self._executor.ready_word(number), [0, 0])
-        if self._waiter is not None:
-            self._waiter.join()
-        self._part.doubt()
+        try:
+            for number, array in self._executor.inboxes.items():
+                ordinal, at = self._executor.devices[number].local_hardware_id, array.unsafe_buffer_pointer()
+                write(ordinal, at + 4 * lw.ABORTED, [attempt.session, attempt.epoch & 0xFFFFFFFF])
+                write(ordinal, at + 4 * self._executor.ready_word(number), [0, 0])
+            if self._waiter is not None:
+                self._waiter.join()
+        finally:
+            self._part.doubt()

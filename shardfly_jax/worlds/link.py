@@ -137,9 +137,18 @@ class Link:
             raise WorldLost(f"world: {self.lost}. Call sf.connect again, then register the plan.")
         return None
 
-    def failed(self, epoch: int) -> Header | None:
-        """The message that ended an attempt, if it has come; it is left for `take`."""
-        return next((h for h in list(self._inbox) if h["op"] == "failed" and h["epoch"] == epoch), None)
+    def failed(self, epoch: int, secs: float = 0.0) -> Header | None:
+        """The message that ended an attempt, for which it waits; it is left for `take`. None if none comes in time."""
+        until = time.monotonic() + secs
+        poller = zmq.Poller()
+        poller.register(self.wake.fileno(), zmq.POLLIN)
+        while True:
+            self.wake.clear()
+            header = next((h for h in list(self._inbox) if h["op"] == "failed" and h["epoch"] == epoch), None)
+            left = until - time.monotonic()
+            if header is not None or self.lost is not None or left <= 0:
+                return header
+            poller.poll(int(left * 1000) + 1)
 
     def wait(self, secs: float) -> Header | None:
         """The next message, for which it waits; None if none comes in time. Raises as `take`."""

@@ -113,6 +113,7 @@ class MpiPart:
             try:
                 memory, kept = self._sources(leaves, binding) if binding is not None else ({}, [])
             except Exception as error:
+                session.binding = None  # it may be where these params are that was wrong
                 self._vote(patience, error)
                 raise
             finally:

@@ -167,7 +167,7 @@ class NvshmemPart(MpiPart):
 
     def _open(self) -> None:
         session, world = self.session, self.world
-        addresses = {key: shard.address for key, shard in session.buffers.items()}
+        addresses = {key: shard.address for key, shard in session.buffers.items() if shard.nbytes}
         self._rows = {key: world.locate(address) for key, address in addresses.items()}
         if None in self._rows.values():
             raise RegistrationError(

@@ -72,7 +72,11 @@ class Part:
         self.own = frozenset(replica.name for replica in plan.replicas if self.held & set(replica.ranks))
         self._entry = 0
         self._open()
-        world.hold(self)
+        try:
+            world.hold(self)
+        except BaseException:
+            self._close()
+            raise
         try:
             self._register()
         except BaseException:
@@ -195,6 +199,7 @@ class Part:
             try:
                 memory, kept = self._sources(leaves, binding) if binding is not None else ({}, [])
             except Exception as error:
+                session.binding = None  # it may be where these params are that was wrong
                 refuse(error)
                 raise
             finally:

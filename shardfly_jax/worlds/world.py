@@ -71,7 +71,8 @@ class World:
         from shardfly_jax.worlds.part import Part, trainer_devices  # which imports the transports
 
         buffers = list(session.buffers.values())
-        shares = not buffers or (self._heap is not None and all(self._heap.holds(shard.array) for shard in buffers))
+        filled = [shard.array for shard in buffers if shard.nbytes]  # what has no bytes is nowhere
+        shares = not filled or (self._heap is not None and all(map(self._heap.holds, filled)))
         known = {} if shares else {"ipc": "the buffers are an owner's; let sf.register(plan, world=...) allocate them"}
         transport, passed_over = choose(
             [*trainer_devices(session).values(), *(shard.device for shard in buffers)], known
