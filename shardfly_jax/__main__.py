@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _rl(chosen)
         text = _text(chosen)
     except (commands.UsageError, ShardflyError, OSError) as error:
-        print(f"error: {commands.error_text(error)}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     try:
         print(text, end="", flush=True)

@@ -22,8 +22,6 @@ from shardfly_jax.engines.models import Model
 from shardfly_jax.engines.side import Side
 from shardfly_jax.planning import Plan, make_plan
 from shardfly_jax.report import rendered, table
-from shardfly_jax.sharding.errors import PlanError
-from shardfly_jax.sharding.patterns import name_shape
 from shardfly_jax.sharding.topology import Topology, preset
 from shardfly_jax.wording import bytes_text, secs_text
 
@@ -286,18 +284,3 @@ def _parameters(entry: Mapping[str, Any]) -> str:
     if count is None and entry["ckpt_dtype"] == "bfloat16" and "hub_total_size_bytes" in published:
         count = published["hub_total_size_bytes"] / 2
     return f"{count / 1e9:.2f}" if count else "-"
-
-
-def error_text(error: Exception) -> str:
-    """An error for the terminal; faults that differ only in numbers are shown once."""
-    if not isinstance(error, PlanError) or len(error.faults) == 1:
-        return str(error)
-    kinds: dict[str, list[str]] = {}
-    for fault in error.faults:
-        kinds.setdefault(name_shape(fault), []).append(fault)
-    lines = [f"{len(error.faults)} faults:"]
-    for alike in list(kinds.values())[:SHOWN_FAULTS]:
-        lines.append(f"  - {alike[0]}" + (f" ({len(alike) - 1} more like it)" if len(alike) > 1 else ""))
-    if len(kinds) > SHOWN_FAULTS:
-        lines.append(f"  and {len(kinds) - SHOWN_FAULTS} more kinds")
-    return "\n".join(lines)

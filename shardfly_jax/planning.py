@@ -121,28 +121,35 @@ class Plan(sharding.Plan):
             raise NoUpdate("sender: no update is under way. Ask for plan.sender inside `with sf.receiving(plan):`.")
         return sender
 
-    def simulate(self, topology: Topology | str = "h100") -> Simulation:
-        """Predicts an update's time on a topology, or on as many hosts of 8 GPUs of the named kind as it needs."""
+    def simulate(self, topology: Topology | str | None = None) -> Simulation:
+        """Predicts an update's time.
+
+        Args:
+          topology: On which; a name such as "h200" stands for as many hosts of 8 of these GPUs as needed. None for the
+            one that the plan was made for, or "h100" if it was made for none or was loaded.
+        """
         return simulate(self, self._topology(topology))
 
-    def _topology(self, topology: Topology | str) -> Topology:
-        return preset(topology, hosts=-(-self.ranks // 8)) if isinstance(topology, str) else topology
+    def _topology(self, topology: Topology | str | None) -> Topology:
+        if topology is None:
+            topology = self.recipe.topology if self.recipe is not None else None
+        return _hosts_of(topology or "h100", self.ranks)
 
     def explain(self, topology: Topology | str | None = None) -> str:
         """Who sends what to whom, bytes per link, staging, short runs and predicted time, as text.
 
         Args:
-          topology: What the time is predicted for, as in `simulate`. None stands for "h100", and for no prediction if
-            all devices are CPUs: how fast those are is not known.
+          topology: What the time is predicted for, as in `simulate`. None predicts nothing if the plan was made for no
+            topology and all devices are CPUs: how fast those are is not known.
         """
         from shardfly_jax.report import explain
 
-        if topology is None:
+        is_known = topology is not None or (self.recipe is not None and self.recipe.topology is not None)
+        if not is_known:
             devices = [d for tree in (self.source, *self.targets.values()) if tree is not None for d in tree.devices]
             if devices and all(device is not None and device.platform == "cpu" for device in devices):
                 return explain(self, None)
-            topology = "h100"
-        return explain(self, self._topology(topology))
+        return explain(self, self._topology(topology), assumed=not is_known)
 
     def plot(self) -> Figure:
         """Traffic between ranks, bytes per rank and run lengths, as a matplotlib figure."""
@@ -205,11 +212,27 @@ def make_plan(
     recipe = Recipe(
         mapping=mapping, allow_cast=problem.allow_cast, keep=problem.keep, unused=problem.unused, topology=topology
     )
-    if isinstance(topology, str):
-        topology = preset(topology, hosts=-(-(problem.source_ranks + problem.target_ranks) // 8))
+    if topology is not None:
+        topology = _hosts_of(topology, problem.source_ranks + problem.target_ranks)
     built = sharding.build_plan(problem, topology)
     fields = {f.name: getattr(built, f.name) for f in dataclasses.fields(built)}
     return Plan(**fields, source=source_tree, targets=read, recipe=recipe)
+
+
+def _hosts_of(topology: Topology | str, ranks: int) -> Topology:
+    """A topology, or as many hosts of 8 GPUs of a named kind as some ranks need.
+
+    Raises:
+      PlanError: It is neither.
+    """
+    if isinstance(topology, str):
+        return preset(topology, hosts=-(-ranks // 8))
+    if not isinstance(topology, Topology):
+        raise PlanError(
+            f"topology: {topology!r} is a {type(topology).__name__}. Give the name of a GPU, such as 'h200', or an "
+            "sf.Topology."
+        )
+    return topology
 
 
 def replanned(plan: Plan, target: Any) -> Plan:

@@ -31,12 +31,13 @@ TOP_FAMILIES = 15
 TOP_LINKS = 10
 
 
-def explain(plan: Plan, topology: Topology | None) -> str:
+def explain(plan: Plan, topology: Topology | None, assumed: bool = False) -> str:
     """Who sends what to whom, converted how, in runs of which length, and how long it would take.
 
     Args:
       plan: The plan.
       topology: None for a plan whose devices are CPUs: no time is predicted.
+      assumed: Whether nobody has named it.
 
     Returns:
       Lines of at most 110 characters, without colour codes.
@@ -47,7 +48,7 @@ def explain(plan: Plan, topology: Topology | None) -> str:
     traffic = plan.traffic()
     return rendered(
         _head(plan),
-        _summary(plan, traffic, topology),
+        _summary(plan, traffic, topology, assumed),
         *_transport(plan),
         *_rescaled(plan),
         "Targets",
@@ -143,7 +144,7 @@ def _head(plan: Plan) -> str:
     )
 
 
-def _summary(plan: Plan, traffic: np.ndarray, topology: Topology | None) -> Table:
+def _summary(plan: Plan, traffic: np.ndarray, topology: Topology | None, assumed: bool) -> Table:
     local = int(np.trace(traffic[plan.source_ranks :, plan.source_ranks :]))
     fills = (plan.moves.source_rank < 0) & ~np.isin(plan.moves.target_family, plan.staging_families)
     filled = int(plan.row_nbytes[fills].sum())
@@ -192,16 +193,17 @@ def _summary(plan: Plan, traffic: np.ndarray, topology: Topology | None) -> Tabl
     if topology is None:
         out.add_row("predicted", 'no time: all devices are CPUs. plan.explain("h100") says what H100s would take')
     else:
-        _add_prediction(out, plan, traffic, topology)
+        _add_prediction(out, plan, traffic, topology, assumed)
     return out
 
 
-def _add_prediction(out: Table, plan: Plan, traffic: np.ndarray, topology: Topology) -> None:
+def _add_prediction(out: Table, plan: Plan, traffic: np.ndarray, topology: Topology, assumed: bool) -> None:
     predicted = simulate(plan, topology)
     host = topology.host_of(np.arange(plan.ranks))
     crossing = int(traffic[host[:, None] != host[None, :]].sum())
     nic = f", NIC {bytes_text(topology.nic_rate)}/s" if topology.nic_rate else ""
-    out.add_row("topology", f"{topology.name}: NVLink {bytes_text(topology.nvlink_rate)}/s{nic} per GPU and direction")
+    rates = f"NVLink {bytes_text(topology.nvlink_rate)}/s{nic} per GPU and direction"
+    out.add_row("topology", f"{topology.name}{' (assumed, as none was named)' if assumed else ''}: {rates}")
     if topology.hosts > 1:
         out.add_row("between hosts", f"{bytes_text(crossing)}, {share_text(crossing, plan.nbytes)} of the payload")
     secs, bound, launches = map(secs_text, (predicted.secs, predicted.bound_secs, predicted.launch_secs))

@@ -5,7 +5,8 @@ Messages read `{what}: {name!r} {field} is {value}, but {rule}. {what to do}.`
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 
 
 class ShardflyError(Exception):
@@ -16,8 +17,13 @@ class LanguageError(ShardflyError, ValueError):
     """An expression of the mapping language that cannot mean anything, whatever the tensors are."""
 
 
+SHOWN_FAULTS = 20
+"""Up to so many faults are shown each; of more, one of those that differ only in numbers."""
+SHOWN_KINDS = 20
+
+
 class PlanError(ShardflyError, ValueError):
-    """A plan that cannot be made; lists every fault found, not just the first.
+    """A plan that cannot be made; finds every fault, not just the first, and shows one of each kind.
 
     Attributes:
       faults: One message per fault, in the order of target names.
@@ -25,11 +31,20 @@ class PlanError(ShardflyError, ValueError):
 
     def __init__(self, faults: str | Iterable[str]):
         self.faults: tuple[str, ...] = (faults,) if isinstance(faults, str) else tuple(faults)
-        if len(self.faults) == 1:
-            text = self.faults[0]
-        else:
-            text = f"{len(self.faults)} faults:\n" + "\n".join(f"  - {fault}" for fault in self.faults)
-        super().__init__(text)
+        super().__init__(self.faults[0] if len(self.faults) == 1 else "\n".join(_shown(self.faults)))
+
+
+def _shown(faults: Sequence[str]) -> list[str]:
+    """Lines about several faults."""
+    kinds: dict[str, list[str]] = {}
+    for fault in faults:
+        kinds.setdefault(re.sub("[0-9]+", "#", fault) if len(faults) > SHOWN_FAULTS else fault, []).append(fault)
+    lines = [f"{len(faults)} faults:"]
+    for first, *others in list(kinds.values())[:SHOWN_KINDS]:
+        lines.append(f"  - {first}" + (f" ({len(others)} more like it)" if others else ""))
+    if (left := len(kinds) - SHOWN_KINDS) > 0:
+        lines.append(f"  and {left} more kind{'s' if left > 1 else ''}; `faults` of this error has all")
+    return lines
 
 
 class PlanFileError(ShardflyError, ValueError):

@@ -268,3 +268,15 @@ def test_an_alias_of_nothing_or_of_an_alias_is_refused(entries: dict[str, sf.Exp
         planned(entries, {"w": (4, 6)}, {name: (4, 6) for name in ["a", "b", "embed", "t"] if name in entries})
     for word in words:
         assert any(word in fault for fault in caught.value.faults), f"{word!r} is not in: {caught.value}"
+
+
+def test_of_many_faults_one_of_each_kind_is_shown_and_all_are_kept() -> None:
+    faults = [f"source: 'h.{k}.w' has {k + 8} rows" for k in range(28)] + ["target: 'norm' is missing"]
+    error = sf.PlanError(faults)
+    assert error.faults == tuple(faults)
+    assert str(error).splitlines() == [
+        "29 faults:", "  - source: 'h.0.w' has 8 rows (27 more like it)", "  - target: 'norm' is missing",
+    ]  # fmt: skip
+    assert str(sf.PlanError(faults[:20])).count("\n") == 20, "few are shown each"
+    letters = [f"{a}{b}" for a in "abcdef" for b in "abcdef"]
+    assert str(sf.PlanError(letters)).splitlines()[-1] == "  and 16 more kinds; `faults` of this error has all"

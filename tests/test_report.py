@@ -1,6 +1,7 @@
 """The report and the picture of a plan: their figures are checked by arithmetic of our own."""
 
 import builtins
+import dataclasses
 import math
 import re
 import sys
@@ -256,3 +257,21 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.M
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ImportError, match=re.escape("pip install 'shardfly-jax[plot]'")):
         tiny().plot()
+
+
+def test_a_topology_that_the_plan_was_made_for_is_the_one_it_predicts_for() -> None:
+    source = {"w": sf.Layout((8, 4), "float32", {0: WHOLE})}
+    fast, slow = sf.preset("h200"), dataclasses.replace(sf.preset("h20"), name="slow", nvlink_rate=1e9)
+    plan = sf.make_plan(source, source, topology=slow)
+    assert plan.simulate().secs == plan.simulate(slow).secs
+    assert plan.simulate().bound_secs > plan.simulate(fast).bound_secs
+    assert "slow: NVLink" in plan.explain()
+    assert "H200: NVLink" in sf.make_plan(source, source, topology="h200").explain()
+    unnamed = sf.make_plan(source, source)
+    assert "H100 (assumed, as none was named): NVLink" in unnamed.explain()
+    assert "assumed" not in unnamed.explain("h100")
+    for wrong in (8, ["h100"]):
+        with pytest.raises(sf.PlanError, match=r"topology: .* Give the name of a GPU"):
+            unnamed.simulate(wrong)  # type: ignore[arg-type]
+        with pytest.raises(sf.PlanError, match=r"topology: .* Give the name of a GPU"):
+            sf.make_plan(source, source, topology=wrong)  # type: ignore[arg-type]

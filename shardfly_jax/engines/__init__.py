@@ -3,6 +3,7 @@
 from shardfly_jax.engines import (
     flax as flax,
     hf as hf,
+    jax as jax,
     jax_toolbox as jax_toolbox,
     maxtext as maxtext,
     sglang as sglang,

@@ -39,10 +39,15 @@ def rollout(model: Model, mesh: AnyMesh, *, dtype: Any = "bfloat16", specs: Spec
       PlanError: A spec that matches no tensor, or does not fit the mesh or one that it matches.
     """
     require_model(model)
+    return Side(role="rollout", params=_leaves(model, mesh, dtype, specs), mapping=own_names(model), model=model)
+
+
+def own_names(model: Model) -> Mapping:
+    """What each of a checkpoint's tensors is in canonical ones."""
     entries: dict[str, Expr] = {}
     for t in tensors(model):
         entries[_pattern(t)] = src(t.name)["{e}"] if t.per_expert else src(t.name)
-    return Side(role="rollout", params=_leaves(model, mesh, dtype, specs), mapping=Mapping(entries), model=model)
+    return Mapping(entries)
 
 
 def trainer(model: Model, mesh: AnyMesh, *, dtype: Any = "bfloat16", specs: Specs | None = None) -> Side:
