@@ -9,6 +9,7 @@ with the maximum that the slot holds. Slots are boxes of the block grid, so that
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +23,28 @@ from shardfly_jax.sharding.grids import Run, Segments, grid_runs, grid_shape
 from shardfly_jax.sharding.inference import Lookup
 from shardfly_jax.sharding.language import Expr
 from shardfly_jax.sharding.layouts import Box, box_shape, dense_strides
-from shardfly_jax.sharding.lowering import MAX_DIMS, BlockView, Clipped, Lowerer, SourceShards, Template, merge_dims
-from shardfly_jax.sharding.pieces import TARGET, Digit, Piece, clip, clip_box, outside, span, split_blocks
+from shardfly_jax.sharding.lowering import (
+    BUFFERS,
+    MAX_DIMS,
+    BlockView,
+    Clipped,
+    Lowerer,
+    SourceShards,
+    Template,
+    merge_dims,
+)
+from shardfly_jax.sharding.pieces import (
+    TARGET,
+    Digit,
+    Piece,
+    clip,
+    clip_box,
+    join_digits,
+    outside,
+    span,
+    split_blocks,
+    straddles,
+)
 from shardfly_jax.sharding.quantization import Format
 from shardfly_jax.sharding.slot_boxes import boxes_of, merged, without
 
@@ -59,6 +80,12 @@ class Part(NamedTuple):
         """Whether every block that the part touches lies in it."""
         inner = math.prod(d.count for d in self.clipped.piece.digits if d.t_axis and not self.is_outer(d))
         return all(run.whole for run in self.runs) and inner == math.prod(run.block for run in self.runs)
+
+    @property
+    def is_solid(self) -> bool:
+        """Whether it touches every block of `blocks`."""
+        n = math.prod(d.count for d in self.clipped.piece.digits if d.t_axis and self.is_outer(d))
+        return n == math.prod(hi - lo for lo, hi in self.blocks[1:])
 
     @property
     def blocks(self) -> Box:
@@ -132,6 +159,7 @@ class Blocks:
     def parts(self, box: Box, layers: tuple[int, int]) -> Iterator[Part]:
         """The parts that tile a box of the value."""
         for clipped in self._lowerer.clipped(box, layers):
+            clipped = self._contiguous(clipped)
             found: list[tuple[Piece, tuple[Run, ...]]] = [(clipped.piece, ())]
             for axis, runs in enumerate(self.runs):
                 found = [
@@ -142,6 +170,29 @@ class Blocks:
                     for done in (split_blocks(part, axis + 1, run.block) if 1 < run.block < run.hi - run.lo else [part])
                 ]
             yield from (Part(clipped._replace(piece=piece), runs) for piece, runs in found)
+
+    def _contiguous(self, clipped: Clipped) -> Clipped:
+        """A piece that blocks cut, with dimensions joined that are contiguous in its shard: fewer cuts do then."""
+        piece = clipped.piece
+        if piece.source is None or not any(
+            outer.t_axis == inner.t_axis > 0
+            and outer.t_radix == inner.count * inner.t_radix
+            and self._is_cut(piece, inner.t_axis)
+            for outer, inner in itertools.permutations(piece.digits, 2)
+        ):
+            return clipped
+        (start,) = (
+            shards.held[clipped.shard][0][0][0]
+            for shards in self._lowerer.shards(BUFFERS + piece.source)
+            if shards.family == clipped.family
+        )
+        flat = clipped.in_buffer(start)
+        joined = join_digits(flat.piece)
+        return clipped if joined is flat.piece else flat._replace(piece=joined)
+
+    def _is_cut(self, piece: Piece, axis: int) -> bool:
+        blocks = (run.block for run in self.runs[axis - 1] if 1 < run.block < run.hi - run.lo)
+        return any(straddles(piece, axis, block) for block in blocks)
 
     # Slots
 
@@ -160,9 +211,13 @@ class Blocks:
             new = [rest for one in new for rest in without(one, box)]
         self._needed += new
 
+    @functools.cached_property
+    def _all_parts(self) -> list[Part]:
+        return list(self.parts(self.whole, self.layers))
+
     def need_split(self) -> None:
         """Gives a slot to every block that source shards share."""
-        for part in self.parts(self.whole, self.layers):
+        for part in self._all_parts:
             if self.local_reduction(part) is None:
                 self.need(part)
 
@@ -268,7 +323,7 @@ class Blocks:
     def scales(self) -> Value:
         """The stored scales as a value, once slots are fixed: read from slots where there are some, else reduced."""
         pieces = []
-        for part in self.parts(self.whole, self.layers):
+        for part in self._all_parts:
             piece = self.local_reduction(part)
             left = [] if piece is None else [piece]
             for slots in self.slots_of(part) if left else ():

@@ -18,6 +18,8 @@ from shardfly_jax.sharding.patterns import name_pattern
 from shardfly_jax.sharding.pieces import SOURCE, TARGET, Piece, clip_box, span
 
 MAX_DIMS = 5
+BUFFERS = "(buffers) "
+"""Put before a source name: one axis on which the local buffers of its shards lie one after the other."""
 
 
 class SourceShards(NamedTuple):
@@ -36,6 +38,17 @@ class SourceShards(NamedTuple):
     layers: tuple[int, int]
     bounds: np.ndarray
     held: list[tuple[Box, tuple[int, ...]]]
+
+    def in_buffers(self) -> SourceShards:
+        """The same shards by where they lie in memory (see `BUFFERS`)."""
+        sizes = [
+            1 + sum((hi - lo - 1) * step for (lo, hi), step in zip(box, strides, strict=True))
+            for box, strides in self.held
+        ]
+        stops = np.cumsum(sizes, dtype=np.int64)
+        bounds = np.stack([stops - sizes, stops], axis=1)[:, None]
+        held: list[tuple[Box, tuple[int, ...]]] = [(((lo, hi),), (1,)) for ((lo, hi),) in bounds.tolist()]
+        return self._replace(bounds=bounds, held=held)
 
 
 class Clipped(NamedTuple):
@@ -64,6 +77,22 @@ class Clipped(NamedTuple):
     def source_step(self, s_axis: int, s_radix: int) -> int:
         """Stride of a digit in the local buffer."""
         return s_radix * self.strides[s_axis - 1] if s_axis > 0 else 0
+
+    def in_buffer(self, start: int) -> Clipped:
+        """The same in the coordinates of `BUFFERS`, where axes that are contiguous in memory are one.
+
+        Args:
+          start: Of the shard there.
+        """
+        piece = self.piece
+        assert piece.source is not None
+        digits = tuple(
+            d._replace(s_axis=1, s_radix=self.source_step(d.s_axis, d.s_radix)) if d.s_axis > 0 else d
+            for d in piece.digits
+        )
+        origin = (piece.s_origin[0], start + self.source_start[0])
+        flat = piece._replace(source=BUFFERS + piece.source, s_origin=origin, digits=digits)
+        return self._replace(piece=flat, origin=(start,), strides=(1,))
 
 
 class BlockView(NamedTuple):

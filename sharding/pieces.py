@@ -185,8 +185,16 @@ def split_axis(piece: Piece, axis: int, inner: int, inner_axis: int) -> list[Pie
     ]
 
 
+def straddles(piece: Piece, axis: int, block: int) -> bool:
+    """Whether steps shorter than a block carry a piece across its edges: then digits or the piece have to be cut."""
+    reach = sum((d.count - 1) * d.t_radix for d in piece.digits if d.t_axis == axis and d.t_radix % block)
+    return piece.t_origin[axis] % block + reach >= block
+
+
 def split_blocks(piece: Piece, axis: int, block: int) -> list[Piece]:
     """Cuts a piece so that every digit of a target axis moves by whole blocks, or stays within one."""
+    if not straddles(piece, axis, block):
+        return [piece]
     spare = len(piece.t_origin)
     out = []
     for part in split_axis(piece._replace(t_origin=(*piece.t_origin, 0)), axis, block, spare):
@@ -201,6 +209,16 @@ def split_blocks(piece: Piece, axis: int, block: int) -> list[Piece]:
         origin[axis] = origin[axis] * block + origin.pop()
         out.append(part._replace(t_origin=tuple(origin), digits=tuple(digits)))
     return out
+
+
+def join_digits(piece: Piece) -> Piece:
+    """The same piece with fewer digits: those joined that go on where another one ends, on both sides."""
+    out: list[Digit] = []
+    for d in sorted(piece.digits, key=lambda d: (d.t_axis, d.s_axis, -d.t_radix)):
+        if out and out[-1][1:] == (d.t_axis, d.t_radix * d.count, d.s_axis, d.s_radix * d.count):
+            d = d._replace(count=d.count * out.pop().count)
+        out.append(d)
+    return piece if len(out) == len(piece.digits) else piece._replace(digits=tuple(out))
 
 
 def outside(piece: Piece, box: tuple[tuple[int, int], ...]) -> list[Piece]:

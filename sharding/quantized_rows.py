@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from shardfly_jax.sharding.blocking import STAGING, Blocks, Part, Slots
 from shardfly_jax.sharding.denotation import Value
 from shardfly_jax.sharding.formats import Encode
-from shardfly_jax.sharding.language import Expr, Fuse, Quantize, Scales, nodes, quantized, rewrite
+from shardfly_jax.sharding.language import Expr, Fuse, Quantize, Scales, nodes, rewrite
 from shardfly_jax.sharding.layouts import Layout
 from shardfly_jax.sharding.lowering import MAX_DIMS, BlockView, SourceShards, Template
 from shardfly_jax.sharding.moves import MoveTable
 from shardfly_jax.sharding.problem import Family
 from shardfly_jax.sharding.routing import Group
 from shardfly_jax.sharding.schedule import LAG, Place
+from shardfly_jax.sharding.template_rows import (
+    BAND,
+    BLOCK,
+    EXTENTS,
+    SOURCE_STRIDES,
+    TARGET_STRIDES,
+    cut_at_bands,
+)
 
 if TYPE_CHECKING:
     from shardfly_jax.sharding.rows import Rows
@@ -29,6 +37,21 @@ SLOT_DTYPE = "uint32"
 def scales_in(expr: Expr) -> list[Scales]:
     """The scales that an expression reads."""
     return [node for node in nodes(expr) if isinstance(node, Scales)]
+
+
+class Waiting(NamedTuple):
+    """Parts of a group that are encoded once slots are settled, each with the number of its band.
+
+    Attributes:
+      whole: The parts are those of the whole box, still to be cut at bands; their numbers are 0.
+    """
+
+    blocks: Blocks
+    index: int  # type: ignore[assignment]  # the field's word, over tuple.index
+    group: Group
+    expr: Quantize
+    parts: list[tuple[int, Part]]
+    whole: bool
 
 
 class QuantizedRows:
@@ -44,13 +67,14 @@ class QuantizedRows:
     def __init__(self, rows: Rows):
         self._rows = rows
         self._blocks: dict[tuple[object, ...], Blocks] = {}
-        self._waiting: list[tuple[Blocks, int, Group, int, Part]] = []
+        self._waiting: list[Waiting] = []
         self._base = len(rows.problem.families)
         self.scale_groups: list[tuple[int, Group]] = []
         self.views: dict[BlockView, int] = {}
         self.slots: list[Slots] = []
         self.families: list[Family] = []
         self.users: list[set[int]] = []
+        self._reductions: list[list[Template]] = []
 
     def _blocks_of(self, value: Expr, expr: Quantize | Scales, layers: tuple[int, int]) -> Blocks:
         key = (value, expr.format, expr.segments, layers)
@@ -71,27 +95,80 @@ class QuantizedRows:
 
         blocks = self._blocks_of(rewrite(expr.value, leaf), expr, group.layers)
         start = tuple(lo for lo, _ in group.box)
-        out = []
-        for number, band in enumerate(group.bands):
-            written = 0
-            for part in blocks.parts(band.box, group.layers):
-                written += part.size
-                made = blocks.encoded(part, start, group.strides)
-                if made is None:
-                    blocks.need(part)
-                    self._waiting.append((blocks, index, group, number, part))
+        for whole in (True, False):
+            waiting = Waiting(blocks, index, group, expr, [], whole)
+            made = []
+            parts = list(_parts(blocks, group, whole))
+            self._rows.check_tiled(
+                sum(part.size for _, part in parts), sum(b.size for b in group.bands) * group.n_layers
+            )
+            for number, part in parts:
+                encoded = blocks.encoded(part, start, group.strides)
+                if encoded is None:
+                    waiting.parts.append((number, part))
                 else:
-                    out += [self._flat(index, number, t, expr) for t in made]
-            self._rows.check_tiled(written, band.size * group.n_layers)
-        return self._rows.stacked(out)
+                    made.append((number, encoded))
+            rows = self._stacked(waiting, made)
+            if rows is not None and (len(group.bands) == 1 or all(part.is_solid for _, part in waiting.parts)):
+                break
+        for _, part in waiting.parts:
+            blocks.need(part)
+        if waiting.parts:
+            self._waiting.append(waiting)
+        assert rows is not None
+        return rows
 
-    def _flat(self, index: int, band: int, t: Template, expr: Quantize) -> tuple[int, ...]:
-        encoding = t._replace(steps=(*t.steps, Encode(expr.format)))
-        return self._rows.flat(index, band, encoding, expr.format.codes)
+    def _stacked(self, of: Waiting, made: Sequence[tuple[int, list[Template]]]) -> np.ndarray | None:
+        """Encoding templates of a group as rows of integers, by band; None if they have to be lowered band by band.
 
-    def view(self, block: BlockView | None) -> int:
-        """Index of a view, for the `block` column."""
-        return -1 if block is None else self.views.setdefault(block, len(self.views))
+        Args:
+          of: Their group, and whether they are still to be cut at bands.
+          made: The number of its band, and the templates, of each part.
+        """
+        cuts = of.whole and len(of.group.bands) > 1
+        if cuts and any(len(templates) > 1 for _, templates in made):
+            return None
+        rows, views = [], []
+        for number, templates in made:
+            for t in templates:
+                assert t.block is not None
+                encoding = t._replace(steps=(*t.steps, Encode(of.expr.format)), block=None)
+                rows.append(self._rows.flat(of.index, number, encoding, of.expr.format.codes))
+                pad = (0,) * (MAX_DIMS - len(t.dims))
+                views.append((t.block.family, t.block.rank, t.block.offset, *t.block.strides, *pad))
+        table = self._rows.stacked(rows)
+        view = np.array(views, np.int64).reshape(len(rows), 3 + MAX_DIMS)
+        if cuts:
+            cut = cut_at_bands(table, [band.offset for band in of.group.bands[1:]])
+            if cut is None:
+                return None
+            order = np.argsort(cut.rows[:, BAND], kind="stable")
+            table, view, first = cut.rows[order], view[cut.template[order]], cut.first[order]
+            view[:, 2] += np.where(view[:, 0] >= 0, first * view[:, 3], 0)
+            single = table[:, EXTENTS.start] == 1
+            for columns in (table[:, EXTENTS], table[:, SOURCE_STRIDES], table[:, TARGET_STRIDES], view[:, 3:]):
+                columns[single] = np.roll(columns[single], -1, axis=1)
+            for columns in (table[:, SOURCE_STRIDES], table[:, TARGET_STRIDES], view[:, 3:]):
+                columns[single, -1] = 0
+        table[:, BLOCK] = self._numbered(view, (table[:, EXTENTS] > 1).sum(axis=1))
+        return table
+
+    def _numbered(self, views: np.ndarray, dims: np.ndarray) -> np.ndarray:
+        """Indices of views, for the `block` column, in the order in which they appear.
+
+        Args:
+          views: int64 [rows, 3 + MAX_DIMS], family, rank, offset and strides.
+          dims: int64 [rows], of each view.
+        """
+        distinct, first, which = np.unique(
+            np.column_stack([dims, views]), axis=0, return_index=True, return_inverse=True
+        )
+        numbers = np.empty(len(distinct), np.int64)
+        for k in np.argsort(first, kind="stable").tolist():
+            n, family, rank, offset, *strides = distinct[k].tolist()
+            view = BlockView(family, rank, offset, tuple(strides[:n]))
+            numbers[k] = self.views.setdefault(view, len(self.views))
+        return numbers[which]
 
     # Slots
 
@@ -109,7 +186,9 @@ class QuantizedRows:
             for k, box in enumerate(blocks.slot_boxes()):
                 family = self._base + len(self.slots)
                 slots = Slots(box, family, f"amax-{number}-{k}.{{i}}", -1)
-                holders = {rank for t in blocks.reductions(slots) for rank in self._rows.holders_of(t.family, t.shard)}
+                self._reductions.append(list(blocks.reductions(slots)))
+                read_from = {(t.family, t.shard) for t in self._reductions[-1]}
+                holders = {rank for held in read_from for rank in self._rows.holders_of(*held)}
                 slots.owner = min(holders or {0}, key=lambda rank: (load.get(rank, 0), rank))
                 fixed.append(slots)
                 self.slots.append(slots)
@@ -119,18 +198,29 @@ class QuantizedRows:
                 self.families.append(Family(STAGING, slots.name, lo, hi - lo, layout))
                 load[slots.owner] = load.get(slots.owner, 0) + layout.local_size(slots.owner) * (hi - lo)
             blocks.fix(fixed)
-        ready: dict[int, list[tuple[int, ...]]] = {}
-        for blocks, index, group, band, part in self._waiting:
-            expr = quantized(group.expr)
-            assert expr is not None
-            start = tuple(lo for lo, _ in group.box)
+        ready = [self._ready(waiting) for waiting in self._waiting]
+        self._rows.templates += ready
+        self._waiting.clear()
+
+    def _ready(self, waiting: Waiting) -> np.ndarray:
+        """The rows that encode the parts of a group that waited."""
+        blocks, index, group, *_ = waiting
+        start = tuple(lo for lo, _ in group.box)
+        made = []
+        for number, part in waiting.parts:
             for slots in blocks.slots_of(part):
                 for inside in blocks.in_slots(part, slots):
                     self.users[slots.family - self._base].add(index)
-                    made = blocks.encoded_with_slots(inside, slots, start, group.strides)
-                    ready.setdefault(index, []).extend(self._flat(index, band, t, expr) for t in made)
-        self._rows.templates += [self._rows.stacked(flats) for flats in ready.values()]
-        self._waiting.clear()
+                    made.append((number, blocks.encoded_with_slots(inside, slots, start, group.strides)))
+        rows = self._stacked(waiting, made)
+        if rows is None:
+            parts = [
+                (number, part)
+                for number, part in _parts(blocks, group, False)
+                if blocks.encoded(part, start, group.strides) is None
+            ]
+            return self._ready(waiting._replace(parts=parts, whole=False))
+        return rows
 
     def slot_shards(self, name: str) -> list[SourceShards] | None:
         """What holds the slots that a piece reads; None if it reads a source."""
@@ -182,7 +272,7 @@ class QuantizedRows:
                 first = slots.box[0][0]
                 step = min(place.layer_step for _, place in users)
                 order = min(place.order + (first - group.layers[0]) * place.layer_step for group, place in users)
-                for t in blocks.reductions(slots):
+                for t in self._reductions[slots.family - self._base]:
                     rank = -1
                     if t.family >= 0:
                         holders = rows.holders_of(t.family, t.shard)
@@ -203,3 +293,10 @@ class QuantizedRows:
                     })  # fmt: skip
         names = columns[0] if columns else {}
         return MoveTable.from_columns(**{name: np.array([row[name] for row in columns]) for name in names})
+
+
+def _parts(blocks: Blocks, group: Group, whole: bool) -> Iterator[tuple[int, Part]]:
+    """The parts of a group, of its whole box or band by band, with the number of the band."""
+    for number, box in enumerate([group.box] if whole else [band.box for band in group.bands]):
+        for part in blocks.parts(box, group.layers):
+            yield number, part

@@ -199,6 +199,8 @@ def _cut_bands(group: Group, rank_nbytes: int, ranks: int, known_hosts: bool) ->
     per_root = max(-(-nbytes // (BAND_NBYTES * roots)), rounds)
     axes = sorted(range(len(group.box)), key=lambda a: (-group.strides[a], a))
     boxes = _cut(group.box, axes, per_root * roots, _grains(group))
+    if len(boxes) > roots and len(boxes) % roots:  # blocks leave fewer edges than bands were wanted
+        boxes = _cut(group.box, axes, len(boxes) // roots * roots, _grains(group))
     if len(boxes) % roots:  # an axis too short to be cut evenly
         return
     group.bands, group.roots = [], roots
@@ -215,9 +217,12 @@ def _grains(group: Group) -> tuple[int, ...]:
     expr = quantized(group.expr)
     if expr is None:
         return (1,) * len(group.box)
-    whole = [hi - lo for lo, hi in group.box[-2:]]
-    sizes = zip(expr.format.block, expr.segments, whole, strict=True)
-    return (*(1,) * (len(group.box) - 2), *(n if block is None or cut else block for block, cut, n in sizes))
+    sizes = zip(expr.format.block, expr.segments, group.box[-2:], strict=True)
+    return (
+        *(1,) * (len(group.box) - 2),
+        # a box that begins inside a block has no edge of a block at a multiple of its size
+        *(hi - lo if block is None or cut or lo % block else block for block, cut, (lo, hi) in sizes),
+    )
 
 
 def _cut(box: Box, axes: Sequence[int], count: int, grains: Sequence[int]) -> list[Box]:
@@ -226,9 +231,9 @@ def _cut(box: Box, axes: Sequence[int], count: int, grains: Sequence[int]) -> li
     def units(axis: int) -> int:
         return -(-(box[axis][1] - box[axis][0]) // grains[axis])
 
-    while axes and units(axes[0]) == 1:
+    while axes and box[axes[0]][1] - box[axes[0]][0] == 1:
         axes = axes[1:]
-    if count <= 1 or not axes:
+    if count <= 1 or not axes or units(axes[0]) == 1:
         return [box]
     axis, (lo, hi) = axes[0], box[axes[0]]
     n, least = units(axis), grains[axis]
@@ -238,7 +243,7 @@ def _cut(box: Box, axes: Sequence[int], count: int, grains: Sequence[int]) -> li
     grain = next(g for g in (128, 64, 32, 16, 8, 4, 2, 1) if g == 1 or n // parts >= (16 if g > 8 else 2) * g)
     edges = [lo + k * n // parts // grain * grain * least for k in range(parts)] + [hi]
     cut = [(*box[:axis], edge, *box[axis + 1 :]) for edge in itertools.pairwise(edges)]
-    if parts == count:
+    if parts == count or least > 1:  # several rows of a block are contiguous only as whole rows
         return cut
     return [inner for part in cut for inner in _cut(part, axes[1:], -(-count // parts), grains)]
 

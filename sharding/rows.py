@@ -11,35 +11,33 @@ from shardfly_jax.sharding.denotation import denote
 from shardfly_jax.sharding.errors import LanguageError
 from shardfly_jax.sharding.formats import Conversion, Step, conversion
 from shardfly_jax.sharding.language import quantized
-from shardfly_jax.sharding.lowering import MAX_DIMS, Lowerer, SourceShards, Template
+from shardfly_jax.sharding.lowering import BUFFERS, MAX_DIMS, Lowerer, SourceShards, Template
 from shardfly_jax.sharding.moves import MoveTable
 from shardfly_jax.sharding.problem import Problem
 from shardfly_jax.sharding.quantized_rows import QuantizedRows, scales_in
 from shardfly_jax.sharding.routing import Band, Group, choose_sources
 from shardfly_jax.sharding.schedule import CHUNK_NBYTES, Place, scattered, times
-from shardfly_jax.sharding.topology import Topology
-
-# Columns of a template as a row of integers; then its extents, source strides and target strides.
-(
-    GROUP,
+from shardfly_jax.sharding.template_rows import (
     BAND,
-    FAMILY,
-    SHARD,
+    BLOCK,
     CONVERT,
-    SOURCE_OFFSET,
-    TARGET_OFFSET,
     COUNT,
-    SOURCE_TENSOR,
-    SOURCE_TENSOR_STEP,
-    SOURCE_OFFSET_STEP,
+    EXTENTS,
+    FAMILY,
+    GROUP,
     LAYER,
     LAYER_STEP,
-    BLOCK,
-    _WIDTH,
-) = range(15)
-EXTENTS = slice(_WIDTH, _WIDTH + MAX_DIMS)
-SOURCE_STRIDES = slice(EXTENTS.stop, EXTENTS.stop + MAX_DIMS)
-TARGET_STRIDES = slice(SOURCE_STRIDES.stop, SOURCE_STRIDES.stop + MAX_DIMS)
+    SHARD,
+    SOURCE_OFFSET,
+    SOURCE_OFFSET_STEP,
+    SOURCE_STRIDES,
+    SOURCE_TENSOR,
+    SOURCE_TENSOR_STEP,
+    TARGET_OFFSET,
+    TARGET_STRIDES,
+    cut_at_bands,
+)
+from shardfly_jax.sharding.topology import Topology
 
 
 class Rows:
@@ -80,6 +78,8 @@ class Rows:
             self.first_holder[slots[0].family] = len(self.holders)
             self.holders += [self.quantized.families[slots[0].family - len(self.problem.families)].layout.ranks]
             return slots
+        if name.startswith(BUFFERS):
+            return [shards.in_buffers() for shards in self.shards(name.removeprefix(BUFFERS))]
         out = []
         for index in self.problem.source_families[name]:
             family = self.problem.families[index]
@@ -135,10 +135,12 @@ class Rows:
             return self.stacked([self.flat(index, number, t, target_dtype) for t in made])
 
         whole = lowered(Band(group.box, 0, sum(band.size for band in group.bands)), 0)
-        cut = _cut_at_bands(whole, [band.offset for band in group.bands[1:]])
+        cut = cut_at_bands(whole, [band.offset for band in group.bands[1:]])
         if cut is None:
-            cut = np.concatenate([lowered(band, number) for number, band in enumerate(group.bands)])
-        self.templates.append(cut)
+            made = np.concatenate([lowered(band, number) for number, band in enumerate(group.bands)])
+        else:
+            made = cut.rows
+        self.templates.append(made)
 
     def check_tiled(self, written: int, wanted: int) -> None:
         """Raises:
@@ -156,14 +158,14 @@ class Rows:
         return np.array(flats, np.int64).reshape(len(flats), TARGET_STRIDES.stop)
 
     def flat(self, group: int, band: int, t: Template, target_dtype: str) -> tuple[int, ...]:
-        """A template as a row of integers."""
+        """A template as a row of integers, its `BLOCK` not set."""
         convert = self.convert_of(t, target_dtype)
         pad = MAX_DIMS - len(t.dims)
         extents, source_strides, target_strides = zip(*t.dims, strict=True) if t.dims else ((), (), ())
         shard = self.first_holder[t.family] + t.shard if t.family >= 0 else -1
         return (
             group, band, t.family, shard, convert, t.source_offset, t.target_offset, t.count, t.source_tensor,
-            t.source_tensor_step, t.source_offset_step, t.layer, t.layer_step, self.quantized.view(t.block),
+            t.source_tensor_step, t.source_offset_step, t.layer, t.layer_step, -1,
             *extents, *(1,) * pad, *source_strides, *(0,) * pad, *target_strides, *(0,) * pad,
         )  # fmt: skip
 
@@ -239,44 +241,9 @@ class Rows:
             order_span=lasts,
             block=t[:, BLOCK],
         )
-        served: dict[tuple[int, int], int] = {}
-        slots_of_view = [view.family for view in self.quantized.views]
-        for at in np.nonzero(t[:, BLOCK] >= 0)[0].tolist():
-            served.setdefault((slots_of_view[int(t[at, BLOCK])], int(t[at, SHARD])), int(source[at]))
+        slots_of_view = np.array([view.family for view in self.quantized.views], np.int64)
+        encoding = np.nonzero(t[:, BLOCK] >= 0)[0]
+        key = np.stack([slots_of_view[t[encoding, BLOCK]], t[encoding, SHARD]], axis=1)
+        pairs, first = np.unique(key, axis=0, return_index=True)
+        served = dict(zip(map(tuple, pairs.tolist()), source[encoding[first]].tolist(), strict=True))
         return columns, served
-
-
-def _cut_at_bands(rows: np.ndarray, edges: Sequence[int]) -> np.ndarray | None:
-    """Cuts templates where the target's local buffer passes from one band to the next.
-
-    Bands are ranges of a buffer's elements, and a template walks its outermost dimension upwards through the buffer. So
-    each edge falls between two steps of that dimension, unless a step reaches across it.
-
-    Args:
-      rows: Templates of one group, for its whole box.
-      edges: First element of every band but the first.
-
-    Returns:
-      The templates of all bands, their `BAND` column set; None if a step reaches across an edge.
-    """
-    if not edges:
-        return rows
-    extents, strides = rows[:, EXTENTS], rows[:, TARGET_STRIDES]
-    outer, step = extents[:, :1], np.maximum(strides[:, :1], 1)
-    inner_reach = ((extents[:, 1:] - 1) * strides[:, 1:]).sum(axis=1, keepdims=True)
-    distance = np.array(edges) - rows[:, TARGET_OFFSET : TARGET_OFFSET + 1]
-    inside = (distance > 0) & (distance <= (outer - 1) * step + inner_reach)
-    within_step = distance % step
-    if (inside & (within_step != 0) & (within_step <= inner_reach)).any():
-        return None
-    at = np.clip(-(-distance // step), 0, outer)
-    at = np.concatenate([np.zeros_like(outer), at, outer], axis=1)
-    lengths = np.diff(at, axis=1)
-    row, band = np.nonzero(lengths)
-    start = at[row, band]
-    out = rows[row]
-    out[:, BAND] = band
-    out[:, EXTENTS.start] = lengths[row, band]
-    out[:, SOURCE_OFFSET] += start * out[:, SOURCE_STRIDES.start]
-    out[:, TARGET_OFFSET] += start * out[:, TARGET_STRIDES.start]
-    return out

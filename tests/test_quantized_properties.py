@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from random_problems import Case, check, layouts
 from random_quantized import payload_layouts, quantized_cases
 
 from shardfly_jax import formats
-from shardfly_jax.sharding import blocking
-from shardfly_jax.sharding.language import src
+from shardfly_jax.sharding import blocking, routing
+from shardfly_jax.sharding.language import scale_of, src
 from shardfly_jax.sharding.layouts import Layout
 from shardfly_jax.sharding.mapping import Mapping
+from shardfly_jax.sharding.moves import Key, target_key, target_view
 from shardfly_jax.sharding.plan import Plan, load
 from shardfly_jax.sharding.planner import build_plan
 from shardfly_jax.sharding.problem import Problem, TargetTree
@@ -40,6 +43,45 @@ def test_grids_too_large_to_mark_keep_boxes_of_slots(monkeypatch: pytest.MonkeyP
         check(case, case.plan())
 
     run()
+
+
+@pytest.mark.parametrize("nbytes", [4, 16, 64])
+def test_bands_that_are_smaller_than_blocks_write_every_code_once(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    monkeypatch.setattr(routing, "BAND_NBYTES", 4 * nbytes)
+    monkeypatch.setattr(routing, "SMALLEST_BAND_NBYTES", nbytes)
+
+    @settings(max_examples=100, deadline=None, suppress_health_check=SLOW, print_blob=True)
+    @given(quantized_cases())
+    def run(case: Case) -> None:
+        check(case, case.plan())
+
+    run()
+
+
+def test_a_replicated_matrix_of_few_rows_of_blocks_is_cut_between_rows_of_blocks() -> None:
+    """It once was cut inside blocks, into bands that are not contiguous; forwards copied them as if they were."""
+    box, rows, columns = [(0, 384), (0, 8192)], 384, 8192
+    format = formats.Fp8Block(rows=64, columns=64)
+    target = TargetTree(
+        name="t",
+        tensors={
+            "w": Layout((rows, columns), format.codes, dict.fromkeys(range(16), box)),
+            "s": Layout((6, 128), format.scale_dtype, {rank: [(0, 6), (0, 128)] for rank in range(16)}),
+        },
+        mapping=Mapping({"w": src("w").quantize(format), "s": scale_of("w")}),
+        ranks=16,
+        replicas={f"r{k}": (k,) for k in range(16)},
+    )
+    plan = build_plan(Problem({"w": Layout((rows, columns), "float32", {0: box})}, 1, [target]), None)
+    written: dict[Key, np.ndarray] = {}
+    for move, k in plan.moves.in_order():
+        key = target_key(move, k)
+        if key[0] in plan.target_families:
+            shape = plan.families[key[0]].layout.buffer_shape(key[2])
+            flat = written.setdefault(key, np.zeros(math.prod(shape), np.int64))
+            target_view(move).of(flat)[...] += 1
+    assert len(written) == 32
+    assert all((count == 1).all() for count in written.values())
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=SLOW)

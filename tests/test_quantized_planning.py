@@ -1,0 +1,90 @@
+"""What planning of blocks must not cost: rows, slots and seconds where heads or bands do not end at blocks."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checks import assert_same_bits, blocks_by_hand, cut, fresh, replayed
+from hypothesis import HealthCheck, given, settings, strategies as st
+from random_problems import layouts
+
+import shardfly_jax as sf
+from shardfly_jax import formats
+from shardfly_jax.sharding import quantized_rows
+from shardfly_jax.sharding.layouts import Layout
+from shardfly_jax.sharding.plan import Plan
+from shardfly_jax.sharding.planner import build_plan
+from shardfly_jax.sharding.problem import Problem, TargetTree
+
+E4M3 = ml_dtypes.float8_e4m3fn
+BLOCK = formats.Fp8Block(rows=4, columns=8)
+HEADS = sf.src("x").rearrange("d n h -> (n h) d").quantize(BLOCK)
+"""With heads of 6 rows: one and a half blocks, as DeepSeek's `q_b_proj` has (192 rows, blocks of 128)."""
+
+
+def planned(expr: sf.Expr, source: Layout, target: Layout, scales: Layout) -> Plan:
+    mapping = sf.Mapping({"w": expr, "s": sf.scale_of("w")})
+    tree = TargetTree(name="r", tensors={"w": target, "s": scales}, mapping=mapping, ranks=len(target.ranks))
+    return build_plan(Problem({"x": source}, len(source.ranks), [tree]))
+
+
+def encoding_rows(plan: Plan) -> int:
+    return sum(plan.conversions[number].encodes is not None for number in plan.moves.convert.tolist())
+
+
+def test_heads_of_one_and_a_half_blocks_are_encoded_in_one_move_per_shard(rng: np.random.Generator) -> None:
+    x = fresh(rng, 32, 12, 6)
+    plan = planned(HEADS, cut(x.shape, "float32", 0, 4), cut((72, 32), E4M3), cut((18, 4), "float32"))
+    assert encoding_rows(plan) == 4
+    assert len(plan.moves) == 8
+    assert plan.staging_nbytes == 0
+    codes, scales = blocks_by_hand(np.ascontiguousarray(x.transpose(1, 2, 0).reshape(72, 32)), 4, 8)
+    have = replayed(plan, {"x": x})
+    assert_same_bits(have["w", 0], codes)
+    assert_same_bits(have["s", 0], scales)
+
+
+def test_heads_that_shards_cut_share_only_the_block_at_the_cut(rng: np.random.Generator) -> None:
+    """Shards of 5, 3 and 4 heads end at rows 30 (inside a block) and 48 (between two)."""
+    x = fresh(rng, 8, 12, 6)
+    boxes = {rank: [(0, 8), heads, (0, 6)] for rank, heads in enumerate([(0, 5), (5, 8), (8, 12)])}
+    plan = planned(HEADS, Layout(x.shape, "float32", boxes), cut((72, 8), E4M3), cut((18, 1), "float32"))
+    assert plan.staging_nbytes == 4
+    codes, scales = blocks_by_hand(np.ascontiguousarray(x.transpose(1, 2, 0).reshape(72, 8)), 4, 8)
+    have = replayed(plan, {"x": x})
+    assert_same_bits(have["w", 0], codes)
+    assert_same_bits(have["s", 0], scales)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(layouts((16, 4, 6), "float32", 8), st.integers(0, 2**32 - 1))
+def test_heads_are_encoded_alike_for_every_sharding(source: Layout, seed: int) -> None:
+    x = fresh(np.random.default_rng(seed), 16, 4, 6)
+    plan = planned(HEADS, source, cut((24, 16), E4M3), cut((6, 2), "float32"))
+    codes, scales = blocks_by_hand(np.ascontiguousarray(x.transpose(1, 2, 0).reshape(24, 16)), 4, 8)
+    have = replayed(plan, {"x": x})
+    assert_same_bits(have["w", 0], codes)
+    assert_same_bits(have["s", 0], scales)
+
+
+@pytest.mark.parametrize("shards", [2, 3])  # of 512 and of 341 or 342 columns: blocks that none or two of them share
+def test_bands_are_cut_out_of_what_was_lowered_once(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, shards: int
+) -> None:
+    x = fresh(rng, 2048, 1024)
+    edges = [k * 1024 // shards for k in range(shards + 1)]
+    source = Layout(x.shape, "float32", {k: [(0, 2048), tuple(edges[k : k + 2])] for k in range(shards)})
+    whole = {rank: [(0, 2048), (0, 1024)] for rank in range(2)}
+    sides = source, Layout(x.shape, E4M3, whole), Layout((16, 8), "float32", {r: [(0, 16), (0, 8)] for r in range(2)})
+    expr = sf.src("x").quantize(formats.Fp8Block())
+    plan = planned(expr, *sides)
+    assert len(plan.bands) > 2
+    assert (plan.staging_nbytes > 0) == (shards == 3)
+    codes, scales = blocks_by_hand(x, 128, 128)
+    have = replayed(plan, {"x": x})
+    for rank in range(2):
+        assert_same_bits(have["w", rank], codes)
+        assert_same_bits(have["s", rank], scales)
+    monkeypatch.setattr(quantized_rows, "cut_at_bands", lambda rows, edges: None)
+    assert planned(expr, *sides).digest == plan.digest, "as lowered band by band"
