@@ -13,6 +13,7 @@ import pytest
 
 if TYPE_CHECKING:
     import numpy as np
+    from fault_pool import Pool, Shared
     from host_gpu import Driver
 
     from shardfly_jax.worlds.world import World
@@ -113,6 +114,14 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "CHUNK_NBYTES", 200)
     monkeypatch.setattr(routing, "BAND_NBYTES", 400)
     monkeypatch.setattr(routing, "SMALLEST_BAND_NBYTES", 100)
+
+
+@pytest.fixture
+def pool(shared: "Shared") -> "Iterator[Pool]":
+    """Five processes that have done an update, of a module's `shared`; those that a failed test has left end."""
+    yield (pool := shared.whole())
+    if not pool.is_whole:
+        shared.end()
 
 
 @pytest.fixture

@@ -5,14 +5,18 @@ They are kept from scenario to scenario; who dies is replaced, who was stopped g
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 
-from small_world import RANKS
+from small_world import RANKS, TOKEN
 from worker_process import PATIENCE_SECS, Process
+
+import shardfly_jax as sf
 
 DEADLINE_SECS = 3.0
 LOST_SECS = 4.0
@@ -85,6 +89,19 @@ class Shared:
     def __init__(self, address: str, **options: Any):
         self.address, self.options = address, options
         self.pool: Pool | None = None
+
+    @classmethod
+    @contextlib.contextmanager
+    def serving(cls, deadline_secs: float = DEADLINE_SECS, **options: Any) -> Iterator[Shared]:
+        """With a rendezvous in this process whose attempts have so long, until the module's tests are over."""
+        with sf.connect(
+            "tcp://127.0.0.1:0", TOKEN, serve=True, deadline_secs=deadline_secs, lost_secs=LOST_SECS
+        ) as world:
+            made = cls(world.address, **options)
+            try:
+                yield made
+            finally:
+                made.end()
 
     def whole(self) -> Pool:
         """Five processes that have done an update."""

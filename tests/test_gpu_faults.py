@@ -14,7 +14,6 @@ pytest.importorskip("zmq", reason="needs pyzmq (the zmq extra)")
 
 from fault_pool import (
     GPU_SCENARIOS,
-    LOST_SECS,
     Pool,
     Scenario,
     Shared,
@@ -23,9 +22,6 @@ from fault_pool import (
     run_late_writer,
     run_scenario,
 )
-from small_world import TOKEN
-
-import shardfly_jax as sf
 
 DEADLINE_SECS = 6.0
 SCENARIOS = [one for one in GPU_SCENARIOS if one.action != "drop" or one.role == "t1"]  # the others take a deadline too
@@ -34,19 +30,8 @@ STOPPED = Scenario("t0", "launch", 1, "stop")
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Shared]:
-    with sf.connect("tcp://127.0.0.1:0", TOKEN, serve=True, deadline_secs=DEADLINE_SECS, lost_secs=LOST_SECS) as world:
-        made = Shared(world.address, host_gpu=True)
-        try:
-            yield made
-        finally:
-            made.end()
-
-
-@pytest.fixture
-def pool(shared: Shared) -> Iterator[Pool]:
-    yield (pool := shared.whole())
-    if not pool.is_whole:
-        shared.end()
+    with Shared.serving(DEADLINE_SECS, host_gpu=True) as made:
+        yield made
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)

@@ -42,12 +42,8 @@ def environment() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def shared(environment: None) -> Iterator[Shared]:
-    with sf.connect("tcp://127.0.0.1:0", TOKEN, serve=True, deadline_secs=DEADLINE_SECS, lost_secs=LOST_SECS) as world:
-        made = Shared(world.address, platforms=PLATFORMS, gpus=count_gpus())
-        try:
-            yield made
-        finally:
-            made.end()
+    with Shared.serving(DEADLINE_SECS, platforms=PLATFORMS, gpus=count_gpus()) as made:
+        yield made
 
 
 @pytest.fixture
@@ -56,13 +52,6 @@ def address(environment: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
     monkeypatch.setattr(worker_process, "PATIENCE_SECS", 2 * COMPILE_SECS)
     with sf.connect("tcp://127.0.0.1:0", TOKEN, serve=True, deadline_secs=COMPILE_SECS, lost_secs=LOST_SECS) as world:
         yield world.address
-
-
-@pytest.fixture
-def pool(shared: Shared) -> Iterator[Pool]:
-    yield (pool := shared.whole())
-    if not pool.is_whole:
-        shared.end()
 
 
 def test_a_hundred_updates_in_a_row_bring_fresh_weights(pool: Pool) -> None:

@@ -17,6 +17,7 @@ HERE = Path(__file__).parent
 PROCESSES = 4
 PATIENCE_SECS = 120.0
 CHECKS = ["updates", "refusal", "healed", "background", "rescaled", "registrations", "done"]
+QUANTIZED_CHECKS = ["updates", "refusal", "healed", "done"]
 
 
 def run(scenario: str) -> tuple[subprocess.CompletedProcess[str], float]:
@@ -41,32 +42,39 @@ def run(scenario: str) -> tuple[subprocess.CompletedProcess[str], float]:
     return subprocess.CompletedProcess(job.args, job.returncode, out, complaint), time.monotonic() - start
 
 
-@pytest.mark.mpi
-def test_four_processes_update_refuse_heal_and_rescale() -> None:
-    done, _ = run("good")
+def check_passed(scenario: str, checks: list[str]) -> None:
+    """Every process passes every check of a scenario."""
+    done, _ = run(scenario)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.split()
-    assert {check: lines.count(check) for check in CHECKS} == dict.fromkeys(CHECKS, PROCESSES), done.stderr
+    assert {check: lines.count(check) for check in checks} == dict.fromkeys(checks, PROCESSES), done.stderr
+
+
+def check_ended(scenario: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """A scenario in which a process is lost ends the job, and nobody goes on; as `run`."""
+    done, secs = run(scenario)
+    assert done.returncode != 0
+    assert done.stdout.split().count("updated") == PROCESSES, done.stderr
+    assert "went on" not in done.stdout
+    assert "AssertionError" not in done.stderr, done.stderr
+    return done, secs
+
+
+@pytest.mark.mpi
+def test_four_processes_update_refuse_heal_and_rescale() -> None:
+    check_passed("good", CHECKS)
 
 
 @pytest.mark.mpi
 def test_four_processes_quantize_what_two_trainers_share_and_refuse_what_is_not_finite() -> None:
-    done, _ = run("quantized")
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.split()
-    checks = ["updates", "refusal", "healed", "done"]
-    assert {check: lines.count(check) for check in checks} == dict.fromkeys(checks, PROCESSES), done.stderr
+    check_passed("quantized", QUANTIZED_CHECKS)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("at", ["vote", "move", "maxima"])
 @pytest.mark.parametrize("action", ["kill", "stop"])
 def test_a_lost_rank_ends_the_job_and_nobody_goes_on(action: str, at: str) -> None:
-    done, secs = run(f"{action}-{at}")
-    assert done.returncode != 0
-    assert done.stdout.split().count("updated") == PROCESSES
-    assert "went on" not in done.stdout
-    assert "AssertionError" not in done.stderr, done.stderr
+    done, secs = check_ended(f"{action}-{at}")
     if (action, at) == ("stop", "vote"):
         assert "WorldLost: world: process 2 (ranks [2, 3]) did not come to 'update' within 4 s" in done.stdout
     elif action == "stop":

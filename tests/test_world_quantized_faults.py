@@ -8,27 +8,14 @@ import pytest
 
 pytest.importorskip("zmq", reason="needs pyzmq (the zmq extra)")
 
-from fault_pool import DEADLINE_SECS, LOST_SECS, ROLLOUTS, Pool, Scenario, Shared, run_scenario
-from small_world import RANKS, TOKEN
-
-import shardfly_jax as sf
+from fault_pool import ROLLOUTS, Pool, Scenario, Shared, run_scenario
+from small_world import RANKS
 
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Shared]:
-    with sf.connect("tcp://127.0.0.1:0", TOKEN, serve=True, deadline_secs=DEADLINE_SECS, lost_secs=LOST_SECS) as world:
-        made = Shared(world.address, quantized=True)
-        try:
-            yield made
-        finally:
-            made.end()
-
-
-@pytest.fixture
-def pool(shared: Shared) -> Iterator[Pool]:
-    yield (pool := shared.whole())
-    if not pool.is_whole:
-        shared.end()
+    with Shared.serving(quantized=True) as made:
+        yield made
 
 
 SCENARIOS = [

@@ -266,14 +266,20 @@ class PersistentExecutor:
                 f"sync: {len(faults)} of {len(outcomes)} launches did not get what they waited for within "
                 f"{self.deadline_ms / 1000:g} s:\n" + "\n".join(f"  - {fault}." for fault in faults)
             )
-        refused = [key for work, _, word in outcomes if (key := work.refused(word))]
-        if refused:
-            family, tensor, _ = refused[0]
+        for outcome in outcomes:
+            self.check_finite(outcome)
+        self._version += 1
+
+    def check_finite(self, outcome: Outcome) -> None:
+        """Raises:
+        NotFinite: A tensor that it quantizes holds NaN or infinity.
+        """
+        if key := outcome.work.refused(outcome.refused):
+            family, tensor, _ = key
             raise NotFinite(
                 f"target {self.plan.families[family].name(tensor)!r}: quantize: the values hold NaN or infinity, but a "
                 "scale needs finite values. Look at the trainer's weights."
             )
-        self._version += 1
 
 
 def _own_inbox(device: jax.Device, words: int) -> jax.Array:

@@ -10,7 +10,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from shardfly_jax.binding import Binding, check_addresses, ready_shards
 from shardfly_jax.executors.memory import Key, Sources
@@ -24,10 +24,6 @@ from shardfly_jax.worlds.gpu_run import GpuRun
 from shardfly_jax.worlds.part import Part, trainer_devices
 from shardfly_jax.worlds.rendezvous import GONE_SECS
 from shardfly_jax.worlds.wire import Header
-
-if TYPE_CHECKING:
-    from shardfly_jax.transports.vmm import SharedMemory
-
 
 Offered = tuple[list[int], list[int], list[list[int]]]
 """Bytes and descriptors of pieces of memory, and rows about what lies in them."""
@@ -105,14 +101,13 @@ class GpuPart(Part):
         self._doubtful: dict[str, float] = {}
         self._offer(f"buffers {self.process}", addresses)
 
-    def _offer(self, what: str, addresses: Mapping[Any, int]) -> list[SharedMemory]:
+    def _offer(self, what: str, addresses: Mapping[Any, int]) -> None:
         """Lets others map what lies at some addresses: by (family, tensor, rank), or device number."""
         pieces, places = self.world.heap.located(list(addresses.values()))
         rows = [
             [*(key if isinstance(key, tuple) else (key,)), *place] for key, place in zip(addresses, places, strict=True)
         ]
         self.world.exports.offer(what, [p.nbytes for p in pieces], [p.descriptor for p in pieces], rows)
-        return pieces
 
     @property
     def _endpoint(self) -> str:

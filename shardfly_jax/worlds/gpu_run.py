@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from shardfly_jax.executors.launches import Attempt, Outcome
-from shardfly_jax.executors.persistent import PersistentExecutor, Started
+from shardfly_jax.executors.persistent import PersistentExecutor
 from shardfly_jax.pallas_kernels import launch_words as lw
 from shardfly_jax.sharding.errors import SyncTimeout
 from shardfly_jax.sharding.moves import Key
@@ -56,7 +56,6 @@ class GpuRun:
         self._attempt = Attempt(begin["session"] & 0xFFFFFFFF, self.epoch, begin["number"], left_ms)
         self.complete: set[str] = set()
         self._is_done = self._is_ended = False
-        self._started: Started | None = None
         self._outcomes: list[Outcome] | None = None
         self._broken: BaseException | None = None
         self._handled = False
@@ -123,7 +122,7 @@ class GpuRun:
 
     def _launch(self) -> None:
         """Launches *send* and *finish*; a thread waits for them, as a poller cannot."""
-        started = self._started = self._executor.transfer(self._attempt, self._addresses)
+        started = self._executor.transfer(self._attempt, self._addresses)
 
         def wait() -> None:
             try:

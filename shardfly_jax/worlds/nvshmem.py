@@ -20,7 +20,7 @@ from shardfly_jax.executors.foreign import array_at
 from shardfly_jax.executors.launches import Attempt
 from shardfly_jax.executors.memory import Key, Sources
 from shardfly_jax.executors.persistent import Others, PersistentExecutor, why_not
-from shardfly_jax.sharding.errors import NotFinite, ParamsMismatch, RegistrationError, SyncTimeout, WorldError
+from shardfly_jax.sharding.errors import ParamsMismatch, RegistrationError, SyncTimeout, WorldError
 from shardfly_jax.sharding.optable import Inbox
 from shardfly_jax.transports import vmm
 from shardfly_jax.worlds.mpi import MpiWorld, Words
@@ -255,12 +255,7 @@ class NvshmemPart(MpiPart):
             timer.cancel()
 
     def _transfer(self, attempt: Attempt, addresses: Mapping[Any, int]) -> None:
-        for work, error, word in self._executor.transfer(attempt, addresses).outcomes():
-            if why := work.fault(error):
+        for outcome in self._executor.transfer(attempt, addresses).outcomes():
+            if why := outcome.work.fault(outcome.error):
                 raise SyncTimeout(f"update: {why}, within {attempt.deadline_ms / 1000:g} s.")
-            if key := work.refused(word):
-                name = self.session.plan.families[key[0]].name(key[1])
-                raise NotFinite(
-                    f"target {name!r}: quantize: the values hold NaN or infinity, but a scale needs finite values. "
-                    "Look at the trainer's weights."
-                )
+            self._executor.check_finite(outcome)
