@@ -37,7 +37,7 @@ PATIENCE_SECS = 8
 POISON = 0x5A
 MATRICES = 64, (4096, 12288)
 """How many, and their shape, where nothing is converted."""
-SWEPT_BLOCKS = (528, 264, 132, 64, 32, 16)
+SWEPT_BLOCKS = (132, 64, 32, 16, 8)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,6 +54,11 @@ def thread() -> Int:
     return Int(mgpu_utils.thread_idx()) % THREADS
 
 
+def warpgroup() -> Int:
+    """Number of this warpgroup in its block."""
+    return Int(mgpu_utils.thread_idx()) // THREADS
+
+
 def clock_ns() -> Int:
     """The GPU's clock, nanoseconds, 64 bits."""
     return ptx_value("mov.u64 $0, %globaltimer;", "=l", bits=64)
@@ -185,6 +190,11 @@ def pack(elements: Sequence[Sequence[Int]], nbytes: int) -> list[Int]:
 def barrier() -> None:
     """Waits for all threads of the warpgroup."""
     mgpu_utils.warpgroup_barrier()
+
+
+def block_barrier() -> None:
+    """Waits for all threads of the block."""
+    ptx("bar.sync 0;", "")
 
 
 def init_barrier(at: Int) -> None:

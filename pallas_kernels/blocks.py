@@ -1,4 +1,4 @@
-"""How a block of threads quantizes one tile: the code of each kind of record in `sharding.quantized_records`.
+"""How a worker quantizes one tile: the code of each kind of record in `sharding.quantized_records`.
 
 A tile of blocks is read once, 16 vector loads of every thread in flight, and kept in registers; only elements of four
 bytes, of which a tile has twice as many bytes, are read a second time. A thread holds eight *strips*: 16 neighbours
@@ -9,14 +9,31 @@ that leave as a transpose's do, and a word for each block: its maximum, then wha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from shardfly_jax.pallas_kernels import addresses as m, scales
 from shardfly_jax.pallas_kernels.emit import Int, const, for_range, if_else, when
-from shardfly_jax.pallas_kernels.quantizing import code, codes, format_of, largest, largest_of, values_of
-from shardfly_jax.pallas_kernels.tiles import LOADS_IN_FLIGHT, Tile, claim_shared, each_element, split, store_rows
+from shardfly_jax.pallas_kernels.quantizing import (
+    code,
+    codes,
+    format_of,
+    largest,
+    largest_of,
+    shows_subnormals,
+    values_of,
+)
+from shardfly_jax.pallas_kernels.tiles import (
+    LOADS_IN_FLIGHT,
+    Place,
+    Tile,
+    claim_shared,
+    each_element,
+    split,
+    store_rows,
+)
 from shardfly_jax.sharding import quantized_records as q, records as r
 from shardfly_jax.sharding.formats import NOT_FINITE, Conversion, itemsize
+from shardfly_jax.sharding.quantization import Format
 
 ROW_NBYTES = q.TILE
 """Of a tile of codes, a byte each."""
@@ -56,19 +73,21 @@ class Side:
         return self.at + row * self.steps[0] + column * self.steps[1]
 
 
-def quantize_blocks(tile: Tile, where: Callable[[], tuple[Tile, Side]], conversion: Conversion, turned: bool) -> None:
+def quantize_blocks(
+    tile: Tile, where: Callable[[], Place], side: Callable[[], Side], conversion: Conversion, turned: bool
+) -> None:
     """A `BLOCK_ROWS` or `BLOCK_TRANSPOSE` tile.
 
     Args:
       tile: What is read.
-      where: Computes where it goes: called after the loads, as registers are short until then.
+      where, side: Compute where it goes: called after the loads, as registers are short until then.
       conversion: Of its record.
       turned: Whether dimension 3 is contiguous in the source, instead of dimension 4.
     """
     load = Loads(tile, conversion, turned)
     first = load.strips(0)
     claim_shared()
-    BlockTile(load, *where(), conversion).run(first)
+    BlockTile(load, where(), side(), conversion).run(first)
 
 
 class Loads:
@@ -131,16 +150,16 @@ class BlockTile:
 
     Args:
       load: Its loads.
-      tile, side: Where codes, and maxima or scales, go.
+      place, side: Where codes, and maxima or scales, go.
       conversion: Of its record.
     """
 
-    def __init__(self, load: Loads, tile: Tile, side: Side, conversion: Conversion):
-        self.load, self.tile, self.side = load, tile, side
+    def __init__(self, load: Loads, place: Place, side: Side, conversion: Conversion):
+        self.load, self.tile, self.place, self.side = load, load.tile, place, side
         self.values, self.format, self.encodes = values_of(conversion), format_of(conversion), conversion.encodes
-        self.words = tile.shared + q.TILE * ROW_NBYTES
-        self.across = (side.starts[1] + tile.columns - 1) // side.sizes[1] + 1
-        self.count = ((side.starts[0] + tile.rows - 1) // side.sizes[0] + 1) * self.across
+        self.words = self.tile.shared + q.TILE * ROW_NBYTES
+        self.across = (side.starts[1] + self.tile.columns - 1) // side.sizes[1] + 1
+        self.count = ((side.starts[0] + self.tile.rows - 1) // side.sizes[0] + 1) * self.across
         self.is_one = self.count == 1
 
     def run(self, first: list[Strip]) -> None:
@@ -149,6 +168,46 @@ class BlockTile:
         Args:
           first: Strips of the first batch.
         """
+        if self.format is None:
+            self.run_blocks(first)
+            return
+        alone = self.is_one & (self.side.has(q.READS_AMAX | q.RAISES_AMAX) == 0)
+        with when(alone):
+            self.run_one(self.format, first)
+        with when(alone == 0):
+            self.run_blocks(first)
+
+    def run_one(self, format: Format, first: list[Strip]) -> None:
+        """A tile that is one whole block: every thread computes the factor from the maxima of the four warps."""
+        tops = []
+        for rows, piece, strips in self.batches(first):
+            tops += [
+                self.load.inside(row, piece).where(largest(self.values, strip), 0)
+                for row, strip in zip(rows, strips, strict=True)
+            ]
+        top = m.max_of_warp(_largest(tops))
+        with when(self.tile.thread % 32 == 0):
+            m.store_shared(self.words + self.tile.thread // 32 * 4, top)
+        m.barrier()
+        amax = _largest(m.load_shared_vector(self.words))
+        with when(self.tile.thread == 0):
+            self.side.refuse(amax > NOT_FINITE - 1)
+            with when(self.side.has(q.STORES_SCALES)):
+                m.store_element(self.side.at, [scales.scale(format, amax)], itemsize(format.scale_dtype))
+        if self.encodes is not None:
+            with when(self.side.has(q.WRITES_CODES)):
+                factor = scales.factor(self.encodes, amax)
+                shows = shows_subnormals(self.encodes, factor)
+                for flushes in (False, True):
+                    with when(shows == int(flushes)):
+                        for rows, piece, strips in self.batches(first):
+                            for row, strip in zip(rows, strips, strict=True):
+                                with when(self.load.inside(row, piece)):
+                                    self.put(row, piece, codes(self.values, self.encodes, strip, factor, flushes))
+                self.leave()
+
+    def run_blocks(self, first: list[Strip]) -> None:
+        """A tile of several blocks, or one whose maxima are in slots."""
         with when(self.side.has(q.READS_AMAX) == 0):
             self.find_maxima(first)
         with when(self.side.has(q.READS_AMAX)):
@@ -157,7 +216,13 @@ class BlockTile:
         if self.encodes is not None:
             with when(self.side.has(q.WRITES_CODES)):
                 m.barrier()
-                self.encode(first)
+                self.encode(self.encodes, first)
+                self.leave()
+
+    def batches(self, first: list[Strip]) -> Iterator[tuple[list[Int], Int, list[Strip]]]:
+        """Rows, piece and strips of each batch; the loads of all but the first one are emitted here."""
+        for batch in range(self.load.batches):
+            yield *self.load.places(batch), first if batch == 0 else self.load.strips(batch)
 
     def words_of(self, rows: list[Int], piece: Int) -> list[Int]:
         """Shared-memory addresses of the words of some strips' blocks."""
@@ -176,16 +241,11 @@ class BlockTile:
         """Puts the maxima of the tile's blocks into shared memory."""
         for_range(self.tile.thread, self.count, m.THREADS, lambda k: m.store_shared(self.words + k * 4, const(0)))
         m.barrier()
-        for batch in range(self.load.batches):
-            strips = first if batch == 0 else self.load.strips(batch)
-            rows, piece = self.load.places(batch)
+        for rows, piece, strips in self.batches(first):
             inside = [self.load.inside(row, piece) for row in rows]
             found = [yes.where(largest(self.values, strip), 0) for yes, strip in zip(inside, strips, strict=True)]
             with when(self.is_one):
-                top = found[0]
-                for one in found[1:]:
-                    top = top.at_least(one)
-                top = m.max_of_warp(top)
+                top = m.max_of_warp(_largest(found))
                 with when(self.tile.thread % 32 == 0):
                     m.max_shared(self.words, top)
             with when(self.is_one == 0):
@@ -220,32 +280,48 @@ class BlockTile:
             if self.encodes is not None:
                 m.store_shared(word, scales.factor(self.format, amax))
 
-    def encode(self, first: list[Strip]) -> None:
-        """Encodes all strips and stores the rows."""
-        assert self.encodes is not None
-        tile, mask = self.tile, (self.tile.remote != 0).where(const(0), PIECES - 1)
-        for batch in range(self.load.batches):
-            strips = first if self.load.batches == 1 else self.load.strips(batch)
-            rows, piece = self.load.places(batch)
+    def encode(self, format: Format, first: list[Strip]) -> None:
+        """Encodes all strips, with the factors of their blocks."""
+        for rows, piece, strips in self.batches(first):
             for row, word, strip in zip(rows, self.words_of(rows, piece), strips, strict=True):
                 with when(self.load.inside(row, piece)):
                     factor = m.load_shared(word)
-                    at = tile.shared + row * ROW_NBYTES + (piece ^ (row // self.load.per_piece & mask)) * r.PIECE_NBYTES
-                    m.store_shared_vector(at, codes(self.values, self.encodes, strip, factor))
-        m.fence_async()
-        m.barrier()
-        with when(tile.remote != 0):
-            store_rows(tile, tile.rows, tile.columns, const(ROW_NBYTES))
-        with when(tile.remote == 0):
+                    shows = shows_subnormals(format, factor)
+                    for flushes in (False, True):
+                        with when(shows == int(flushes)):
+                            self.put(row, piece, codes(self.values, format, strip, factor, flushes))
+
+    def put(self, row: Int, piece: Int, words: list[Int]) -> None:
+        """Puts the codes of a strip of the tile into shared memory."""
+        swizzle = (self.place.remote != 0).where(const(0), PIECES - 1)
+        column = piece ^ (row // self.load.per_piece & swizzle)
+        m.store_shared_vector(self.tile.shared + row * ROW_NBYTES + column * r.PIECE_NBYTES, words)
+
+    def leave(self) -> None:
+        """Stores the rows of codes."""
+        tile, place = self.tile, self.place
+        with when(place.remote != 0):
+            m.fence_async()
+            m.barrier()
+            store_rows(tile, place, tile.columns, const(ROW_NBYTES))
+        with when(place.remote == 0):
+            m.barrier()
             piece, start = tile.thread % PIECES, tile.thread // PIECES
 
             def store(row: Int) -> None:
                 physical = piece ^ (row // self.load.per_piece & (PIECES - 1))
                 words = m.load_shared_vector(tile.shared + row * ROW_NBYTES + physical * r.PIECE_NBYTES)
-                m.store_vector(tile.target + row * tile.write[0] + piece.wide() * r.PIECE_NBYTES, words)
+                m.store_vector(place.target + row * place.write[0] + piece.wide() * r.PIECE_NBYTES, words)
 
             with when(piece * q.STRIP < tile.columns):
                 for_range(start, tile.rows, m.THREADS // PIECES, store)
+
+
+def _largest(words: Sequence[Int]) -> Int:
+    top = words[0]
+    for word in words[1:]:
+        top = top.at_least(word)
+    return top
 
 
 def reduce_elements(tile: Tile, side: Side, conversion: Conversion) -> None:
@@ -258,7 +334,7 @@ def reduce_elements(tile: Tile, side: Side, conversion: Conversion) -> None:
     each_element(tile, conversion, reduce)
 
 
-def encode_elements(tile: Tile, side: Side, conversion: Conversion) -> None:
+def encode_elements(tile: Tile, place: Place, side: Side, conversion: Conversion) -> None:
     """An `ENCODE_ELEMENTS` tile: an element at a time, with the maximum of its block from a slot."""
     values, format = values_of(conversion), conversion.encodes
     assert format is not None
@@ -266,6 +342,6 @@ def encode_elements(tile: Tile, side: Side, conversion: Conversion) -> None:
     def encode(row: Int, column: Int, element: list[Int]) -> None:
         amax = m.load32(side.word_at(row, column))
         side.refuse(amax > NOT_FINITE - 1)
-        m.store_element(tile.write_at(row, column), [code(values, format, element, scales.factor(format, amax))], 1)
+        m.store_element(place.write_at(row, column), [code(values, format, element, scales.factor(format, amax))], 1)
 
     each_element(tile, conversion, encode)

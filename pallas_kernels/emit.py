@@ -137,16 +137,6 @@ def if_else(condition: Int, then: Callable[[], Int], otherwise: Callable[[], Int
     return Int(op.results[0])
 
 
-def replaced(condition: Int, values: Sequence[Int], change: Callable[[Int], Int]) -> list[Int]:
-    """Some values, changed in threads where a condition holds: a branch, not a choice."""
-    op = scf.IfOp(condition.value, [value.value.type for value in values], has_else=True)  # type: ignore[call-arg]
-    with ir.InsertionPoint(op.then_block):
-        scf.YieldOp([change(value).value for value in values])
-    with ir.InsertionPoint(op.else_block):
-        scf.YieldOp([value.value for value in values])
-    return [Int(result) for result in op.results]
-
-
 def for_range(start: Int, stop: Int, step: int, body: Callable[[Int], None]) -> None:
     """`for k in range(start, stop, step)` over 32-bit integers."""
     loop = scf.ForOp(start.value, stop.value, const(step).value)  # type: ignore[call-arg]

@@ -8,7 +8,7 @@ import numpy as np
 
 from shardfly_jax.pallas_kernels import addresses as m
 from shardfly_jax.pallas_kernels.conversions import follow
-from shardfly_jax.pallas_kernels.emit import Int, replaced
+from shardfly_jax.pallas_kernels.emit import Int
 from shardfly_jax.pallas_kernels.floats import flush, wide
 from shardfly_jax.sharding.formats import Amax, Conversion, Encode, Step, ToScale
 from shardfly_jax.sharding.quantization import BIAS, Format
@@ -51,15 +51,18 @@ def largest(conversion: Conversion, words: Sequence[Int]) -> Int:
     return flush(found)
 
 
-def codes(conversion: Conversion, format: Format, words: Sequence[Int], factor: Int) -> list[Int]:
+def codes(conversion: Conversion, format: Format, words: Sequence[Int], factor: Int, flushes: bool) -> list[Int]:
     """The codes of some elements, packed; at least four.
 
     Args:
       conversion: From `values_of`.
       words: The elements, packed.
       factor: Of their block, from `scales.factor`.
+      flushes: Whether subnormal values become zeros of their sign; only where `shows_subnormals` must it be so.
     """
-    values = replaced(_shows_subnormals(format, factor), _values(conversion, words), flush)
+    values = _values(conversion, words)
+    if flushes:
+        values = [flush(value) for value in values]
     return [_codes_of_four(format, values[k : k + 4], factor) for k in range(0, len(values), 4)]
 
 
@@ -91,7 +94,7 @@ def _divides(format: Format) -> bool:
     return format.formula == "divide" and format.scale == "float32"
 
 
-def _shows_subnormals(format: Format, factor: Int) -> Int:
+def shows_subnormals(format: Format, factor: Int) -> Int:
     """Whether a subnormal value could have another code than a zero of its sign: only if it becomes 2^-26 or more."""
     if _divides(format):
         return factor < (BIAS - 100) << 23

@@ -1,4 +1,4 @@
-"""How a block moves one tile: the code of each kind of record (`sharding.records`).
+"""How a worker moves one tile: the code of each kind of record (`sharding.records`).
 
 To local memory everything goes through registers: at most `LOADS_IN_FLIGHT` vector loads of 16 bytes per thread before
 the first store, and stores of whole 256-byte rows. A transpose passes through shared memory, where each thread puts
@@ -32,34 +32,47 @@ WORDS_CONVERSION = Conversion("uint32", (), "uint32")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """One tile, in registers.
+    """What one tile reads, in registers.
 
     Attributes:
-      thread: Of the block, 0 to 127.
+      thread: Of the warpgroup, 0 to 127.
       shared: Address of `TILE_NBYTES` of shared memory.
       barrier: Address of an mbarrier, for bulk loads.
-      source, target: Addresses of its first element.
+      source: Address of its first element.
       rows, columns: Extents of dimensions 3 and 4, in the record's units.
-      read, write: Strides of dimensions 3 and 4, bytes, 64 bits.
-      remote: Whether the target is in another device's memory.
-      index: Of its first element, for each dimension of the record.
+      read: Strides of dimensions 3 and 4, bytes, 64 bits.
+      first: Indices of its first element in dimensions 3 and 4.
+      outer: Which of the indices of dimensions 0 to 2, counted with dimension 2 fastest.
     """
 
     thread: Int
     shared: Int
     barrier: Int
     source: Int
-    target: Int
     rows: Int
     columns: Int
     read: tuple[Int, Int]
-    write: tuple[Int, Int]
-    remote: Int
-    index: tuple[Int, ...]
+    first: tuple[Int, Int]
+    outer: Int
 
     def read_at(self, row: Int, column: Int) -> Int:
         """Source address of an element."""
         return self.source + row * self.read[0] + column * self.read[1]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a tile goes, in registers.
+
+    Attributes:
+      target: Address of its first element.
+      write: Strides of dimensions 3 and 4, bytes, 64 bits.
+      remote: Whether that is in another device's memory.
+    """
+
+    target: Int
+    write: tuple[Int, Int]
+    remote: Int
 
     def write_at(self, row: Int, column: Int) -> Int:
         """Target address of an element."""
@@ -72,7 +85,7 @@ def claim_shared() -> None:
     m.barrier()
 
 
-def copy_rows_to_peer(tile: Tile, parity: Int) -> None:
+def copy_rows_to_peer(tile: Tile, place: Place, parity: Int) -> None:
     """A `ROWS` tile for another device: bulk loads, then bulk stores.
 
     Args:
@@ -90,10 +103,10 @@ def copy_rows_to_peer(tile: Tile, parity: Int) -> None:
 
     for_range(tile.thread, tile.rows, m.THREADS, load)
     m.wait_barrier(tile.barrier, parity)
-    store_rows(tile, tile.rows, nbytes, nbytes)
+    store_rows(tile, place, nbytes, nbytes)
 
 
-def straight(tile: Tile, conversion: Conversion) -> None:
+def straight(tile: Tile, place: Place, conversion: Conversion) -> None:
     """A `ROWS` or `CAST` tile: dimension 4 counts groups of whole pieces on both sides."""
     reads, writes = r.pieces(conversion)
     group_nbytes = const(writes * r.PIECE_NBYTES)
@@ -118,7 +131,7 @@ def straight(tile: Tile, conversion: Conversion) -> None:
         for_range(tile.thread, total, m.THREADS * each, body)
 
     def to_global(item: Int, row: Int, column: Int, words: list[Int]) -> None:
-        at = tile.write_at(row, column)
+        at = place.write_at(row, column)
         for k in range(writes):
             m.store_vector(at + r.PIECE_NBYTES * k, words[4 * k : 4 * k + 4])
 
@@ -127,22 +140,25 @@ def straight(tile: Tile, conversion: Conversion) -> None:
         for k in range(writes):
             m.store_shared_vector(at + r.PIECE_NBYTES * k, words[4 * k : 4 * k + 4])
 
-    with when(tile.remote == 0):
+    with when(place.remote == 0):
         move(to_global)
-    with when(tile.remote != 0):
+    with when(place.remote != 0):
         claim_shared()
         move(to_shared)
         m.fence_async()
         m.barrier()
         nbytes = tile.columns * group_nbytes
-        store_rows(tile, tile.rows, nbytes, nbytes)
+        store_rows(tile, place, nbytes, nbytes)
 
 
-def transpose(tile: Tile, conversion: Conversion) -> None:
+def transpose(tile: Tile, where: Callable[[], Place], conversion: Conversion) -> None:
     """A `TRANSPOSE` tile: rows (dimension 3) lie contiguous in the source, columns (dimension 4) in the target.
 
     A thread's block has as many rows as a piece of the source has elements, and as many columns as a piece of the
     target: each load is a piece of the source, each row of the block one of the target.
+
+    Args:
+      where: Computes where it goes: called when the first loads are under way.
     """
     source_width, target_width = itemsize(conversion.source), itemsize(conversion.target)
     block_rows, block_columns = r.PIECE_NBYTES // source_width, r.PIECE_NBYTES // target_width
@@ -150,7 +166,6 @@ def transpose(tile: Tile, conversion: Conversion) -> None:
     blocks = lanes * PIECES // m.THREADS
     batch = min(blocks, LOADS_IN_FLIGHT // block_columns)
     row_blocks, column_blocks = tile.rows // block_rows, tile.columns // block_columns
-    swizzle = (tile.remote != 0).where(const(0), 7)
     for start in range(0, blocks, batch):
         loaded = []
         for number in range(start, start + batch):
@@ -165,6 +180,8 @@ def transpose(tile: Tile, conversion: Conversion) -> None:
                 at = at + tile.read[1]
             loaded.append((inside, lane, piece, vectors))
         if start == 0:
+            place = where()
+            swizzle = (place.remote != 0).where(const(0), 7)
             claim_shared()
         for inside, lane, piece, vectors in loaded:
             to = tile.shared + lane * (block_rows * r.TRANSPOSE_ROW_NBYTES)
@@ -173,18 +190,18 @@ def transpose(tile: Tile, conversion: Conversion) -> None:
                 for row, words in enumerate(_transposed(conversion, vectors)):
                     m.store_shared_vector(to + row * r.TRANSPOSE_ROW_NBYTES, words)
     row_nbytes = column_blocks * r.PIECE_NBYTES
-    with when(tile.remote != 0):
+    with when(place.remote != 0):
         m.fence_async()
         m.barrier()
-        store_rows(tile, tile.rows, row_nbytes, const(r.TRANSPOSE_ROW_NBYTES))
-    with when(tile.remote == 0):
+        store_rows(tile, place, row_nbytes, const(r.TRANSPOSE_ROW_NBYTES))
+    with when(place.remote == 0):
         m.barrier()
         piece, first = tile.thread % PIECES, tile.thread // PIECES
 
         def store(row: Int) -> None:
             physical = piece ^ ((row // block_rows) & 7)
             words = m.load_shared_vector(tile.shared + row * r.TRANSPOSE_ROW_NBYTES + physical * r.PIECE_NBYTES)
-            m.store_vector(tile.target + row * tile.write[0] + piece.wide() * r.PIECE_NBYTES, words)
+            m.store_vector(place.target + row * place.write[0] + piece.wide() * r.PIECE_NBYTES, words)
 
         with when(piece < column_blocks):
             for_range(first, tile.rows, m.THREADS // PIECES, store)
@@ -213,7 +230,7 @@ def _transposed(conversion: Conversion, vectors: Sequence[Sequence[Int]]) -> lis
     return [convert_packed(conversion, [column[row] for column in columns]) for row in range(len(columns[0]))]
 
 
-def elements(tile: Tile, conversion: Conversion, refuse: Callable[[Int], None]) -> None:
+def elements(tile: Tile, place: Place, conversion: Conversion, refuse: Callable[[Int], None]) -> None:
     """An `ELEMENTS` tile: an element at a time, straight to its target.
 
     Args:
@@ -224,7 +241,7 @@ def elements(tile: Tile, conversion: Conversion, refuse: Callable[[Int], None]) 
     def move(row: Int, column: Int, words: list[Int]) -> None:
         if makes_scales and not fills(conversion):
             refuse(words[0] > NOT_FINITE - 1)
-        m.store_element(tile.write_at(row, column), convert(conversion, words), itemsize(conversion.target))
+        m.store_element(place.write_at(row, column), convert(conversion, words), itemsize(conversion.target))
 
     each_element(tile, conversion, move)
 
@@ -246,13 +263,13 @@ def each_element(tile: Tile, conversion: Conversion, do: Callable[[Int, Int, lis
     for_range(tile.thread, total, m.THREADS * ELEMENTS_IN_FLIGHT, body)
 
 
-def store_rows(tile: Tile, rows: Int, nbytes: Int, pitch: Int) -> None:
-    """Bulk stores of rows of shared memory."""
+def store_rows(tile: Tile, place: Place, nbytes: Int, pitch: Int) -> None:
+    """Bulk stores of a tile's rows, `nbytes` each, from shared memory, where `pitch` bytes lie between them."""
 
     def store(row: Int) -> None:
-        m.bulk_store(tile.target + row * tile.write[0], tile.shared + row * pitch, nbytes)
+        m.bulk_store(place.target + row * place.write[0], tile.shared + row * pitch, nbytes)
 
-    for_range(tile.thread, rows, m.THREADS, store)
+    for_range(tile.thread, tile.rows, m.THREADS, store)
     m.commit_stores()
 
 

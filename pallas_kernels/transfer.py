@@ -3,31 +3,32 @@
 Protocol
   attempt: 64 bits, session number and epoch. A flag *stands* when it equals the attempt of this launch; one of a later
     epoch means that this launch comes too late, and it writes nothing.
-  heads: before its first tile, every block waits until the *ready* flags of the devices that it writes to stand. They
+  heads: before its first tile, every worker waits until the *ready* flags of the devices that it writes to stand. They
     are in those devices' own inboxes, so a launch that comes too late sees that, whoever has started it.
-  claims: blocks take batches of `CLAIM` tiles from one counter, in order, and do them in order; the next batch is
-    claimed while one is done. A tile waits only for tiles of smaller numbers, and the block that holds the smallest
-    unfinished one can always go on: no deadlock, whatever the number of blocks.
+  claims: workers take batches of `CLAIM` tiles from one counter, in order, and do them in order; the next batch is
+    claimed while one is done. A tile waits only for tiles of smaller numbers, and the worker that holds the smallest
+    unfinished one can always go on: no deadlock, whatever the number of workers.
   counters: every tile of a record with `SIGNAL` raises a counter, on the target's device, after its stores are visible
     there; a record with `WAIT` starts when its counter has reached `WAIT_COUNT`. *ready* zeroes the counters before it
     lets anybody write.
-  end: a block counts itself as finished after its stores are visible everywhere. The last one tells other devices,
+  end: a worker counts itself as finished after its stores are visible everywhere. The last one tells other devices,
     waits for the flags of those that write here (tails), notes the version, reports, and zeroes the private words.
   refusals: a block of values that holds NaN or infinity is noted in `REFUSED`, as its record plus one, and the launch
     goes on. The host learns of it from the report; what was written is void.
-  deadline: a wait that goes on when the launch has lasted longer sets `ERROR`. Then no block starts another tile,
+  deadline: a wait that goes on when the launch has lasted longer sets `ERROR`. Then no worker claims another tile,
     nobody is told, and the report says which wait it was. What was written is void. The same happens when the host
     gives the attempt up: it writes it into `ABORTED` of the device's inbox.
 
 Operands: the table, this launch's numbers and addresses, the state, which is changed in place, and, in a jitted step
 that cannot know the addresses of its arrays, these arrays. Flags and counters are in the device's inbox, at an address
-that never changes. Nothing about a model or plan is compiled in but the set of conversions. All of it is one
-warpgroup's code.
+that never changes. Nothing about a model or plan is compiled in but the set of conversions.
+
+A worker is a warpgroup with shared memory of its own. A block has several, which share nothing but its operands'
+addresses.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
@@ -74,6 +75,11 @@ from shardfly_jax.sharding import records as r
 from shardfly_jax.sharding.formats import Conversion
 from shardfly_jax.sharding.quantized_ops import quantizes, quantizes_elements
 
+WORKERS = 3
+"""Of a block that moves tiles. ptxas lets a thread have 65,536 registers over the block's threads, 168 here. With a
+worker per block it took up to 229 for kernels that quantize, and only two blocks shared a multiprocessor."""
+ROOM_OF_ONE = 116 << 10
+"""Bytes of shared memory of a block of which only one fits on a multiprocessor."""
 CLAIM = 2
 """Tiles per claim."""
 POLL_NS = 100
@@ -81,7 +87,7 @@ POLL_NS = 100
 
 @functools.lru_cache(maxsize=64)
 def make_kernel(
-    conversions: tuple[Conversion, ...], blocks: int, flags: int, room: int = 0, buffers: int = 0, at: int = 0
+    conversions: tuple[Conversion, ...], blocks: int, flags: int, workers: int = 1, buffers: int = 0, at: int = 0
 ) -> Callable[..., jax.Array]:
     """The kernel for plans with these conversions.
 
@@ -89,7 +95,7 @@ def make_kernel(
       conversions: What the `CONVERT` words name.
       blocks: Of the launch.
       flags: Room for heads, tails and tells, see `launch_size`.
-      room: Bytes of shared memory that each block takes besides, so that fewer share a multiprocessor.
+      workers: Of a block. With more than one, only one block fits on a multiprocessor.
       buffers: How many addresses the launch has, where its operands take the place of some; else 0.
       at: First word of this launch among those given.
 
@@ -98,6 +104,8 @@ def make_kernel(
       take the place of the first ones of the launch. It changes the state in place and returns its report, int32 [2]:
       the error, and the record plus one that met values that are not finite; both 0 if all went well.
     """
+    sizes = (r.TILE_NBYTES, 8, 16)  # of each worker
+    room = ROOM_OF_ONE - workers * r.TILE_NBYTES if workers > 1 else 0
 
     def body(table, launch, state, *rest):  # type: ignore[no-untyped-def]
         *operands, out, tile, barrier, shared, addresses, _room = rest
@@ -107,9 +115,10 @@ def make_kernel(
         @plgpu.inline_mgpu(arg_types=tuple(plgpu.RefType() for _ in refs))
         def run(_, *memrefs):  # type: ignore[no-untyped-def]
             table_at, launch_at, state_at, out_at = map(m.address, memrefs[:4])
-            addresses = (table_at, launch_at + 4 * at, state_at, out_at, *map(m.shared_address, memrefs[4:8]))
+            own = [m.shared_address(ref) + m.warpgroup() * size for ref, size in zip(memrefs[4:7], sizes, strict=True)]
+            addresses = (table_at, launch_at + 4 * at, state_at, out_at, *own, m.shared_address(memrefs[7]))
             operand_addresses = [m.address(ref) for ref in memrefs[8:]]
-            Block(conversions, blocks, flags, *addresses, buffers=buffers).run(operand_addresses)
+            Worker(conversions, blocks * workers, flags, *addresses, buffers=buffers).run(operand_addresses)
 
         run(*refs)
 
@@ -118,31 +127,31 @@ def make_kernel(
         out_type=jax.ShapeDtypeStruct((REPORT_SIZE,), jnp.int32),
         grid=(blocks,),
         grid_names=("block",),
+        num_threads=workers,
+        thread_name="worker",
         scratch_types=[
-            plgpu.SMEM((r.TILE_NBYTES // 4,), jnp.int32),
-            plgpu.SMEM((2,), jnp.int32),
-            plgpu.SMEM((4,), jnp.int32),
-            plgpu.SMEM((max(2 * buffers, 2),), jnp.int32),
-            plgpu.SMEM((max(room // 4, 1),), jnp.int32),
+            plgpu.SMEM((nbytes // 4,), jnp.int32)
+            for nbytes in (*(workers * size for size in sizes), max(8 * buffers, 8), max(room, 4))
         ],
     )
 
 
-class Block:
-    """Emits the code of one block.
+class Worker:
+    """Emits the code of one worker.
 
     Args:
-      conversions, blocks, flags: As for `make_kernel`.
+      conversions, flags: As for `make_kernel`.
+      workers: Of the launch.
       table, launch, state, out: Global addresses.
       tile, barrier, shared, addresses: Shared-memory addresses: of a tile, an mbarrier, four words (the batch, the
-        error of a wait, and when this block started), and `buffers` addresses.
+        error of a wait, and when this worker started), and `buffers` addresses.
       buffers: As for `make_kernel`.
     """
 
     def __init__(
         self,
         conversions: tuple[Conversion, ...],
-        blocks: int,
+        workers: int,
         flags: int,
         table: Int,
         launch: Int,
@@ -154,7 +163,7 @@ class Block:
         addresses: Int,
         buffers: int = 0,
     ):
-        self.conversions, self.blocks = conversions, blocks
+        self.conversions, self.workers = conversions, workers
         self.table, self.launch, self.state, self.out = table, launch, state, out
         self.tile, self.barrier, self.shared, self.addresses = tile, barrier, shared, addresses
         self.buffers = buffers
@@ -201,12 +210,12 @@ class Block:
             m.store_shared(self.shared + 12, (start >> 32).low())
             for_range(zero, m.load_word(self.launch, N_HEADS), 1, self.await_head)
 
-        def has_batch(claimed: Int, record: Int, parity: Int) -> tuple[Int, list[Int]]:
-            batch = self.broadcast(claimed)
-            return batch * CLAIM < self.n_tiles, [batch, record, parity]
+        def has_batch(claimed: Int, error: Int, record: Int, parity: Int) -> tuple[Int, list[Int]]:
+            batch = self.broadcast(claimed, error)
+            return batch * CLAIM < self.n_tiles, [batch, error, record, parity]
 
-        def do_batch(batch: Int, record: Int, parity: Int) -> list[Int]:
-            claimed = self.claim()  # arrives while the tiles are done
+        def do_batch(batch: Int, error: Int, record: Int, parity: Int) -> list[Int]:
+            claimed, error = self.claim()  # arrive while the tiles are done
             first = batch * CLAIM
             stop = (first + CLAIM).at_most(self.n_tiles)
 
@@ -218,23 +227,24 @@ class Block:
                 return [record, self.do_tile(self.record_at(record), record, number, parity), number + 1]
 
             record, parity, _ = while_loop([record, parity, first], has_tile, do_tile)
-            return [claimed, record, parity]
+            return [claimed, error, record, parity]
 
-        while_loop([self.claim(), zero, zero], has_batch, do_batch)
+        while_loop([*self.claim(), zero, zero], has_batch, do_batch)
         self.end()
 
     def take(self, operands: Sequence[Int]) -> None:
-        """Puts the operands' addresses, and the launch's others, into shared memory: registers cannot be indexed."""
+        """Puts all addresses, the operands' first, into the block's shared memory: registers cannot be indexed."""
 
         def copy(k: Int) -> None:
             m.store_shared(self.addresses + k * 4, m.load32(self.launch + (k + self.bases_at) * const(4, 64)))
 
-        for_range(self.thread + 2 * len(operands), const(2 * self.buffers), m.THREADS, copy)
-        with when(self.leads):
-            for k, address in enumerate(operands):
-                m.store_shared(self.addresses + 8 * k, address.low())
-                m.store_shared(self.addresses + 8 * k + 4, (address >> 32).low())
-        m.barrier()
+        with when(m.warpgroup() == 0):
+            for_range(self.thread + 2 * len(operands), const(2 * self.buffers), m.THREADS, copy)
+            with when(self.leads):
+                for k, address in enumerate(operands):
+                    m.store_shared(self.addresses + 8 * k, address.low())
+                    m.store_shared(self.addresses + 8 * k + 4, (address >> 32).low())
+        m.block_barrier()
 
     def reset(self) -> None:
         """Zeroes as many counters as the launch says, and sets POISONED if there are any."""
@@ -243,15 +253,15 @@ class Block:
         with when(self.leads & (count != 0)):
             m.store_element(self.inbox + 4 * POISONED, [const(1)], 4)
 
-    def claim(self) -> Int:
-        """Claims a batch: its number in the leading thread, not waited for."""
-        return m.atomic_add(self.state + 4 * CLAIMED, 1, "relaxed", only=self.leads)
+    def claim(self) -> tuple[Int, Int]:
+        """Claims a batch: its number and the launch's error in the leading thread, neither waited for."""
+        error = if_else(self.leads, lambda: m.read_word(self.state + 4 * ERROR), lambda: const(0))
+        return m.atomic_add(self.state + 4 * CLAIMED, 1, "relaxed", only=self.leads), error
 
-    def broadcast(self, claimed: Int) -> Int:
+    def broadcast(self, claimed: Int, error: Int) -> Int:
         """The leading thread's batch for all; after an error one that does not exist."""
         with when(self.leads):
-            failed = m.read_word(self.state + 4 * ERROR) != 0
-            m.store_shared(self.shared, failed.where(const(1 << 30), claimed))
+            m.store_shared(self.shared, (error != 0).where(const(1 << 30), claimed))
         m.barrier()
         batch = m.load_shared(self.shared)
         m.barrier()
@@ -280,7 +290,7 @@ class Block:
         """Waits for, moves and signals one tile; returns the barrier's parity after it."""
         word = functools.partial(m.load_word, at)
         kind, convert = word(r.KIND), word(r.CONVERT)
-        tile = self.decode(at, number)
+        tile, remote = self.decode(at, number), word(r.REMOTE)
 
         def wait() -> Int:
             with when(self.leads):
@@ -294,70 +304,75 @@ class Block:
 
         failed = if_else(word(r.WAIT) != 0xFFFFFFFF, wait, lambda: const(0))
         with when(failed == 0):
-            self.move(tile, record, kind, convert, parity)
+            self.move(tile, record, kind, convert, remote, parity)
             with when((word(r.SIGNAL) & word(r.SIDE_SIGNAL)) != 0xFFFFFFFF):  # one of them is a counter
                 self.publish()
                 for signal, inbox in ((r.SIGNAL, r.SIGNAL_INBOX), (r.SIDE_SIGNAL, r.SIDE_INBOX)):
                     with when(self.leads & (word(signal) != 0xFFFFFFFF)):
                         self.signal(self.base(word(inbox)), word(signal))
-        bulk = (failed == 0) & (kind == r.ROWS) & (tile.remote != 0)
+        bulk = (failed == 0) & (kind == r.ROWS) & (remote != 0)
         return bulk.where(parity ^ 1, parity)
 
     def decode(self, at: Int, number: Int) -> tiles.Tile:
-        """A tile of a record."""
+        """What a tile of a record reads."""
         word, pair = functools.partial(m.load_word, at), functools.partial(m.load_pair, at)
-        extents = [word(r.EXTENT + d) for d in range(r.DIMS)]
         rest = number - word(r.FIRST_TILE)
-        index = [rest] * r.DIMS
-        for d, extent in ((4, word(r.TILES_4)), (3, word(r.TILES_3)), (2, extents[2]), (1, extents[1])):
-            index[d], rest = rest % extent, rest // extent
-        index[0] = rest
-        count = [const(1)] * r.DIMS
-        for d, size in ((3, word(r.TILE_3)), (4, word(r.TILE_4))):
-            index[d] = index[d] * size
-            count[d] = size.at_most(extents[d] - index[d])
-        read = [pair(r.SOURCE_STRIDE + 2 * d) for d in range(r.DIMS)]
+        first, count = [], []
+        for tiles_of, size, extent in ((r.TILES_4, r.TILE_4, 4), (r.TILES_3, r.TILE_3, 3)):
+            n = word(tiles_of)
+            start = rest % n * word(size)
+            first.append(start)
+            count.append(word(size).at_most(word(r.EXTENT + extent) - start))
+            rest = rest // n
+        (column, row), (columns, rows) = first, count
+        read = pair(r.SOURCE_STRIDE + 2 * 3), pair(r.SOURCE_STRIDE + 2 * 4)
         source = self.base(word(r.SOURCE).at_least(0)) + pair(r.SOURCE_OFFSET)  # a fill reads nothing
-        for d in range(r.DIMS):
-            source = source + index[d] * read[d]
-        target, write = self.target(at, index)
         return tiles.Tile(
             thread=self.thread,
             shared=self.tile,
             barrier=self.barrier,
-            source=source,
-            target=target,
-            rows=count[3],
-            columns=count[4],
-            read=(read[3], read[4]),
-            write=write,
-            remote=word(r.REMOTE),
-            index=tuple(index),
+            source=source + self.outer(at, rest, r.SOURCE_STRIDE) + row * read[0] + column * read[1],
+            rows=rows,
+            columns=columns,
+            read=read,
+            first=(row, column),
+            outer=rest,
         )
 
-    def target(self, at: Int, index: Sequence[Int]) -> tuple[Int, tuple[Int, Int]]:
-        """Target address of an element of a record, and strides of dimensions 3 and 4."""
-        write = [m.load_pair(at, r.TARGET_STRIDE + 2 * d) for d in range(r.DIMS)]
+    def outer(self, at: Int, outer: Int, strides: int) -> Int:
+        """Bytes from the first of a record's outer indices (`tiles.Tile`) to one of them; mostly there is only one."""
+
+        def bytes_to() -> Int:
+            two, one = m.load_word(at, r.EXTENT + 2), m.load_word(at, r.EXTENT + 1)
+            rest = outer // two
+            steps = [m.load_pair(at, strides + 2 * d) for d in range(3)]
+            return outer % two * steps[2] + rest % one * steps[1] + rest // one * steps[0]
+
+        return if_else(outer != 0, bytes_to, lambda: const(0, 64), bits=64)
+
+    def place(self, at: Int, tile: tiles.Tile, remote: Int) -> tiles.Place:
+        """Where a tile of a record goes."""
+        write = m.load_pair(at, r.TARGET_STRIDE + 2 * 3), m.load_pair(at, r.TARGET_STRIDE + 2 * 4)
         # what is only reduced writes nothing
         target = self.base(m.load_word(at, r.TARGET).at_least(0)) + m.load_pair(at, r.TARGET_OFFSET)
-        for d in range(r.DIMS):
-            target = target + index[d] * write[d]
-        return target, (write[3], write[4])
+        target = target + self.outer(at, tile.outer, r.TARGET_STRIDE)
+        target = target + tile.first[0] * write[0] + tile.first[1] * write[1]
+        return tiles.Place(target=target, write=write, remote=remote)
 
     def side(self, at: Int, record: Int, tile: tiles.Tile) -> Side:
         """The side of a tile of a record."""
         word, pair = functools.partial(m.load_word, at), functools.partial(m.load_pair, at)
         sizes = word(r.BLOCK_3), word(r.BLOCK_4)
-        steps = [pair(r.SIDE_STRIDE + 2 * d) for d in range(r.DIMS)]
-        first = self.base(word(r.SIDE).at_least(0)) + pair(r.SIDE_OFFSET)  # codes alone have no side
-        blocks = [*tile.index[:3], tile.index[3] // sizes[0], tile.index[4] // sizes[1]]
-        for block, step in zip(blocks, steps, strict=True):
-            first = first + block * step
+        steps = pair(r.SIDE_STRIDE + 2 * 3), pair(r.SIDE_STRIDE + 2 * 4)
+        at_side = self.base(word(r.SIDE).at_least(0)) + pair(r.SIDE_OFFSET)  # codes alone have no side
+        at_side = at_side + self.outer(at, tile.outer, r.SIDE_STRIDE)
+        for first, size, step in zip(tile.first, sizes, steps, strict=True):
+            at_side = at_side + first // size * step
         return Side(
-            at=first,
-            steps=(steps[3], steps[4]),
+            at=at_side,
+            steps=steps,
             sizes=sizes,
-            starts=(tile.index[3] % sizes[0], tile.index[4] % sizes[1]),
+            starts=(tile.first[0] % sizes[0], tile.first[1] % sizes[1]),
             role=word(r.ROLE),
             refuse=functools.partial(self.refuse, record),
         )
@@ -367,44 +382,42 @@ class Block:
         with when(condition):
             m.set_if_zero(self.state + 4 * REFUSED, record + 1)
 
-    def move(self, tile: tiles.Tile, record: Int, kind: Int, convert: Int, parity: Int) -> None:
+    def move(self, tile: tiles.Tile, record: Int, kind: Int, convert: Int, remote: Int, parity: Int) -> None:
         """One tile, by the code of its kind and conversion."""
-        with when((kind == r.ROWS) & (tile.remote == 0)):
-            tiles.straight(tile, tiles.WORDS_CONVERSION)
-        with when((kind == r.ROWS) & (tile.remote != 0)):
-            tiles.copy_rows_to_peer(tile, parity)
-        refuse = functools.partial(self.refuse, record)
+        at, refuse = self.record_at(record), functools.partial(self.refuse, record)
+        where = functools.partial(self.place, at, tile, remote)
+        with when((kind == r.ROWS) & (remote == 0)):
+            tiles.straight(tile, where(), tiles.WORDS_CONVERSION)
+        with when((kind == r.ROWS) & (remote != 0)):
+            tiles.copy_rows_to_peer(tile, where(), parity)
         for index, conversion in enumerate(self.conversions):
             with when((kind != r.ROWS) & (convert == index)):
                 if quantizes_elements(conversion):
-                    self.quantize(tile, record, kind, conversion)
+                    self.quantize(tile, record, kind, where, conversion)
                     continue
                 if not (conversion.is_bits or fills(conversion) or quantizes(conversion)):
                     with when(kind == r.CAST):
-                        tiles.straight(tile, conversion)
+                        tiles.straight(tile, where(), conversion)
                 if not (fills(conversion) or quantizes(conversion)):
                     with when(kind == r.TRANSPOSE):
-                        tiles.transpose(tile, conversion)
+                        tiles.transpose(tile, where, conversion)
                 with when(kind == r.ELEMENTS):
-                    tiles.elements(tile, conversion, refuse)
+                    tiles.elements(tile, where(), conversion, refuse)
 
-    def quantize(self, tile: tiles.Tile, record: Int, kind: Int, conversion: Conversion) -> None:
+    def quantize(
+        self, tile: tiles.Tile, record: Int, kind: Int, where: Callable[[], tiles.Place], conversion: Conversion
+    ) -> None:
         """One tile whose elements are reduced or encoded."""
-        at = self.record_at(record)
-
-        def where() -> tuple[tiles.Tile, Side]:
-            target, write = self.target(at, tile.index)
-            return dataclasses.replace(tile, target=target, write=write), self.side(at, record, tile)
-
+        side = functools.partial(self.side, self.record_at(record), record, tile)
         if not fills(conversion):
             for of, turned in ((r.BLOCK_ROWS, False), (r.BLOCK_TRANSPOSE, True)):
                 with when(kind == of):
-                    quantize_blocks(tile, where, conversion, turned)
+                    quantize_blocks(tile, where, side, conversion, turned)
         with when(kind == r.REDUCE_ELEMENTS):
-            reduce_elements(tile, self.side(at, record, tile), conversion)
+            reduce_elements(tile, side(), conversion)
         if conversion.encodes is not None:
             with when(kind == r.ENCODE_ELEMENTS):
-                encode_elements(tile, self.side(at, record, tile), conversion)
+                encode_elements(tile, where(), side(), conversion)
 
     def counter_at(self, inbox: Int, counter: Int) -> Int:
         """Address of a counter."""
@@ -419,7 +432,7 @@ class Block:
             m.raise_counter(at, "gpu")
 
     def publish(self) -> None:
-        """Brings the block's stores before what its leading thread releases next: release is cumulative."""
+        """Brings the worker's stores before what its leading thread releases next: release is cumulative."""
         m.wait_stores(read=False)
         m.fence_async()
         m.barrier()
@@ -482,10 +495,10 @@ class Block:
         m.write_flag(self.flag_of_other(k, self.tells_at), self.attempt)
 
     def end(self) -> None:
-        """Counts this block as finished; the last one ends the phase."""
+        """Counts this worker as finished; the last one ends the phase."""
         self.publish()
         before = m.atomic_add(self.state + 4 * FINISHED, 1, "acq_rel", only=self.leads)
-        with when(self.leads & (before == self.blocks - 1)):
+        with when(self.leads & (before == self.workers - 1)):
             error_at, version_at = self.state + 4 * ERROR, self.inbox + 4 * VERSION
             version = m.load_word(self.launch, NEW_VERSION)
             zero = const(0)

@@ -23,14 +23,14 @@ SESSION = 0x89ABCDEF
 
 
 def compile_transfer(
-    conversions: tuple[Conversion, ...], blocks: int, flags: int, operands: int = 0, buffers: int = 0
+    conversions: tuple[Conversion, ...], workers: int, flags: int, operands: int = 0, buffers: int = 0
 ) -> Program:
     """The kernel's code; arguments as those of `transfer.make_kernel`."""
 
     def emit(*values: object) -> None:
         at = list(map(Int, values))
         fixed, given, shared = at[:4], at[4 : 4 + operands], at[4 + operands :]
-        transfer.Block(conversions, blocks, flags, *fixed, *shared, buffers=buffers).run(given)
+        transfer.Worker(conversions, workers, flags, *fixed, *shared, buffers=buffers).run(given)
 
     scratch = {"tile": r.TILE_NBYTES, "barrier": 8, "shared": 16, "addresses": max(8 * buffers, 8)}
     return compile_kernel(emit, 4 + operands, scratch)

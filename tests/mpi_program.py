@@ -24,7 +24,8 @@ HELD = ([0], [1], [2, 3], [4, 5])
 
 
 def say(text: str) -> None:
-    print(text, flush=True)
+    sys.stdout.write(f"{text}\n")  # in one piece, also where Python does not buffer
+    sys.stdout.flush()
 
 
 class Process:

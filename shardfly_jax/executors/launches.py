@@ -17,14 +17,11 @@ from shardfly_jax.sharding.formats import Conversion
 from shardfly_jax.sharding.moves import Key
 from shardfly_jax.sharding.optable import Inbox, OpTables, Phase
 
-BLOCKS_PER_SM = 4
 FREE_SMS = 16
 """Multiprocessors that a launch which waits for other devices leaves to others."""
 LEAST_RECORDS, LEAST_ADDRESSES, LEAST_FLAGS = 4096, 2048, 16
 """Smallest size classes: 0.8 MB and 16 KB on a device, and the flags of 8 devices. Small models stay within them when
 replicas join."""
-ROOM_OF_ONE = 128 << 10
-"""Bytes of shared memory that make sure that only one block fits on a multiprocessor."""
 
 
 class Wait(NamedTuple):
@@ -90,7 +87,7 @@ class Work:
       phase: Whose records it has, if any.
       conversions: What they name.
       fixed: Addresses of the inboxes and buffers that never move.
-      blocks, room: Of the kernel, see `transfer.make_kernel`.
+      blocks, workers: Of the kernel, see `transfer.make_kernel`.
       heads, tails: Flags it waits for before its first tile, and before it ends.
       tells: Device numbers and words of their inboxes that it sets.
       reset: How many counters it zeroes.
@@ -107,7 +104,7 @@ class Work:
         fixed: Mapping[Key | Inbox, int],
         *,
         blocks: int = 1,
-        room: int = 0,
+        workers: int = 1,
         heads: Sequence[Wait] = (),
         tails: Sequence[Wait] = (),
         tells: Sequence[tuple[int, int]] = (),
@@ -116,7 +113,7 @@ class Work:
     ):
         self.name, self.heads, self.tails, self.publishes = name, heads, tails, publishes
         self.table = table = tables.tables.get((device, phase)) if phase else None
-        self.conversions, self.blocks, self.room = conversions if table else (), blocks, room
+        self.conversions, self.blocks, self.workers = conversions if table else (), blocks, workers
         self.flags = size_class(2 * len(tables.devices), LEAST_FLAGS)  # a tail for each device's send and finish
         self._tables, self._device, self._reset, self._tells, self._fixed = tables, device, reset, tells, fixed
         others = (*(number for number, _ in tells), *(wait.device for wait in heads))
@@ -127,7 +124,7 @@ class Work:
     @property
     def variant(self) -> tuple[tuple[Conversion, ...], int, int, int]:
         """Arguments of `transfer.make_kernel`; with the sizes of what `numbers` returns they tell kernels apart."""
-        return self.conversions, self.blocks, self.flags, self.room
+        return self.conversions, self.blocks, self.flags, self.workers
 
     def numbers(
         self, operands: Mapping[Key | Inbox, int] = MappingProxyType({}), n_operands: int = 0

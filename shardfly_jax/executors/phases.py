@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from shardfly_jax.executors.launches import BLOCKS_PER_SM, FREE_SMS, ROOM_OF_ONE, Wait, Work
+from shardfly_jax.executors.launches import FREE_SMS, Wait, Work
+from shardfly_jax.pallas_kernels.transfer import WORKERS
 from shardfly_jax.sharding.moves import Key
 from shardfly_jax.sharding.optable import Flag, Inbox, OpTables, Phase
 from shardfly_jax.sharding.plan import Plan
@@ -75,7 +76,8 @@ class Phases:
             f"send of {self._who(device, Phase.SEND)}",
             device,
             Phase.SEND,
-            blocks=self.devices[device].core_count * BLOCKS_PER_SM,
+            blocks=self.devices[device].core_count,
+            workers=WORKERS,
             heads=self._readies(targets),
             tells=[(target, self.tables.flag(Flag.SENT, device)) for target in targets],
         )
@@ -95,8 +97,8 @@ class Phases:
             f"finish of {self._who(device)}",
             device,
             Phase.FINISH,
-            blocks=1 if not has_records else cores * BLOCKS_PER_SM if alone else cores - FREE_SMS,
-            room=ROOM_OF_ONE if has_records and not alone else 0,
+            blocks=1 if not has_records else cores if alone else cores - FREE_SMS,
+            workers=WORKERS if has_records else 1,
             heads=self._readies(targets),
             tails=tails,
             tells=[(target, tables.flag(Flag.FORWARDED, device)) for target in targets],

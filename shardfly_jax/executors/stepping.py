@@ -120,7 +120,7 @@ class Stepping:
             tuple(np_dtype(families[name].layout.dtype) for name in names),
             mesh,
             tuple(getattr(shardings[name], "spec", PartitionSpec()) for name in names),
-            (first.conversions, first.blocks, first.flags, first.room, n_addresses),
+            (first.conversions, first.blocks, first.flags, first.workers, n_addresses),
         )
 
     def sender(self, attempt: Attempt) -> Sender:
