@@ -133,8 +133,8 @@ def job(model: str, transport: str, runs: int) -> None:
         worker.fill(seed=6)
     first = worker.update()
     checked = 0 if worker.trains else worker.check(seed=6)["checked_nbytes"]
-    secs = [worker.update()["secs"] for _ in range(runs)]
     total = sum(words["nbytes"] for words in world.exchange({"op": "checked", "nbytes": checked}, 60.0))
+    secs = [worker.update()["secs"] for _ in range(runs)]
     if worker.trains:
         print(json.dumps(first | {"first_secs": first["secs"], "secs": secs, "checked_nbytes": total}), flush=True)
 

@@ -37,7 +37,9 @@ log = logging.getLogger("shardfly_jax.worlds")
 
 CONTROL, PAYLOAD = 1, 2
 """Tags of messages."""
-LONGEST_NAP_SECS = 0.01
+SHORTEST_NAP_SECS, LONGEST_NAP_SECS = 0.0001, 0.01
+NAP_OF_WAIT = 8
+"""How many times longer a wait is than the nap that may outlast it."""
 
 Words = dict[str, Any]
 """What a process says: a JSON object whose `op` names it."""
@@ -119,7 +121,7 @@ class MpiWorld:
         others = [process for process in range(self.processes) if process != self.process]
         self._unsent += [self._comm.Isend([text, MPI.BYTE], dest=process, tag=CONTROL) for process in others]
         said: dict[int, Words] = {self.process: words}
-        until, nap = time.monotonic() + wait_secs, 0.0001
+        start = time.monotonic()
         while missing := [process for process in others if process not in said]:
             heard = False
             for process in missing:
@@ -129,11 +131,13 @@ class MpiWorld:
                     self._comm.Recv([message, MPI.BYTE], source=process, tag=CONTROL)
                     said[process] = json.loads(message)
                     heard = True
-            if not heard and time.monotonic() > until:
+            if heard:
+                continue
+            waited = time.monotonic() - start
+            if waited > wait_secs:
                 self._lose(f"{self._named(missing)} did not come to {words['op']!r} within {wait_secs:g} s")
                 self.check(None)
-            nap = 0.0001 if heard else min(2 * nap, LONGEST_NAP_SECS)
-            time.sleep(0 if heard else nap)
+            time.sleep(min(max(waited / NAP_OF_WAIT, SHORTEST_NAP_SECS), LONGEST_NAP_SECS))
         if strays := [process for process in range(self.processes) if said[process]["op"] != words["op"]]:
             raise WorldError(
                 f"world: {self._named(strays[:1])} says {said[strays[0]]['op']!r}, but this one {words['op']!r}. All "
