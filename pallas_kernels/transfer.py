@@ -297,7 +297,6 @@ class Worker:
                 self.await_counter(record, word(r.WAIT_INBOX), word(r.WAIT), word(r.WAIT_COUNT))
                 m.store_shared(self.shared + 4, m.read_word(self.state + 4 * ERROR))
             m.barrier()
-            m.fence_async()
             error = m.load_shared(self.shared + 4)
             m.barrier()
             return error

@@ -20,7 +20,7 @@ from shardfly_jax.sharding.moves import Key, Move, source_key, target_key
 from shardfly_jax.sharding.ops import Counter, Inbox, InboxWords, Op, Phase
 from shardfly_jax.sharding.plan import Plan, slot_key, staging_sizes
 from shardfly_jax.sharding.scale_matches import Expansion, Match, matches
-from shardfly_jax.sharding.slot_chunks import chunks
+from shardfly_jax.sharding.slot_chunks import READ_LAG, chunks
 
 SLOT_NBYTES = 4
 
@@ -268,18 +268,18 @@ class _Part(NamedTuple):
 
 
 def _pipelined(parts: Sequence[_Part], owner: int, key: Hashable, base: int) -> list[Op]:
-    """The ops of some parts, chunk by chunk: a chunk's slots are read after those of the next one are being filled."""
+    """The ops of some parts, chunk by chunk: a chunk's slots are read `READ_LAG` chunks after they are filled."""
     nbytes: dict[int, int] = {}
     for part in parts:
         nbytes[part.at] = nbytes.get(part.at, 0) + part.nbytes
     fills: list[list[Op]] = []
-    reads: list[list[Op]] = [[]]
+    reads: list[list[Op]] = [[] for _ in range(READ_LAG)]
     for number, chunk in enumerate(chunks([part.region for part in parts], base, max(nbytes.values()))):
         done = Counter(owner, (key, number))
         made = [(part.fills, part.make(region, done)) for part, region in zip(parts, chunk, strict=True) if region]
         fills.append([op for fill, op in made if fill])
         reads.append([op for fill, op in made if not fill])
-    return [op for pair in zip([*fills, []], reads, strict=True) for ops in pair for op in ops]
+    return [op for pair in zip([*fills, *([] for _ in range(READ_LAG))], reads, strict=True) for ops in pair for op in ops]
 
 
 class _Side(NamedTuple):

@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from shardfly_jax.sharding.quantized_records import TILE, SideRegion
 
 CHUNK_NBYTES = 8 << 20
-"""Of sources that a chunk reads. An H200 has 50 MB of L2; three chunks and their codes are under way at a time."""
+"""Of sources that a chunk reads: 256 tiles."""
+READ_LAG = 3
+"""How many chunks later slots are read than filled. By then those that fill them should have ended: the workers of an
+H200 hold about 800 tiles at a time. Its L2 has 50 MB."""
 
 
 def chunks(regions: Sequence[SideRegion], base: int, nbytes: int) -> list[list[SideRegion | None]]:

@@ -20,7 +20,7 @@ from random_quantized import quantized_cases
 import shardfly_jax as sf
 from shardfly_jax import formats
 from shardfly_jax.pallas_kernels import addresses as m, transfer
-from shardfly_jax.sharding import optable, quantized_records as q, records as r, slot_chunks
+from shardfly_jax.sharding import optable, quantized_ops, quantized_records as q, records as r, slot_chunks
 from shardfly_jax.sharding.formats import Amax, Encode, ToScale, conversion, np_dtype
 from shardfly_jax.sharding.grids import grid_shape
 from shardfly_jax.sharding.optable import OpTables, Phase
@@ -144,6 +144,7 @@ def test_blocks_that_no_tile_holds_are_reduced_into_slots_beside_their_source(fo
 @pytest.mark.parametrize("sources", [1, 2])
 def test_slots_are_read_in_chunks_soon_after_they_are_filled(sources: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slot_chunks, "CHUNK_NBYTES", 64 << 10)
+    monkeypatch.setattr(quantized_ops, "READ_LAG", 1)
     job = Job(matrix(formats.Fp8Channel(), (160, 640), sources=sources), devices=sources)
     words = job.tables.tables[0, Phase.SEND].words
     chunked = words[np.isin(words[:, r.KIND], [r.BLOCK_ROWS, r.BLOCK_TRANSPOSE])]
