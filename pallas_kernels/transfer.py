@@ -70,6 +70,7 @@ from shardfly_jax.pallas_kernels.launch_words import (
     VERSION,
     launch_size,
 )
+from shardfly_jax.pallas_kernels.packing import encode_pairs, maxima, packs
 from shardfly_jax.sharding import records as r
 from shardfly_jax.sharding.formats import Conversion
 from shardfly_jax.sharding.quantized_ops import quantizes, quantizes_elements
@@ -399,12 +400,15 @@ class Block:
         if not fills(conversion):
             for of, turned in ((r.BLOCK_ROWS, False), (r.BLOCK_TRANSPOSE, True)):
                 with when(kind == of):
-                    quantize_blocks(tile, where, conversion, turned)
+                    quantize_blocks(tile, where, maxima(conversion), turned)
         with when(kind == r.REDUCE_ELEMENTS):
             reduce_elements(tile, self.side(at, record, tile), conversion)
         if conversion.encodes is not None:
             with when(kind == r.ENCODE_ELEMENTS):
-                encode_elements(tile, self.side(at, record, tile), conversion)
+                if packs(conversion):
+                    encode_pairs(tile, self.side(at, record, tile), m.load_pair(at, r.SOURCE_STRIDE), conversion)
+                else:
+                    encode_elements(tile, self.side(at, record, tile), conversion)
 
     def counter_at(self, inbox: Int, counter: Int) -> Int:
         """Address of a counter."""

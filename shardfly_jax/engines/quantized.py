@@ -164,7 +164,7 @@ def side(builder: FusedBuilder, format: Format) -> Side:
         if not name.endswith(QUANTIZED):
             leaves[name] = leaf
             continue
-        leaves[name] = jax.ShapeDtypeStruct(leaf.shape, np_dtype(format.codes), sharding=leaf.sharding)
+        leaves[name] = jax.ShapeDtypeStruct(leaf.shape, np_dtype(format.stored), sharding=leaf.sharding)
         shape, sharding = grid_shape(format, leaf.shape, PLAIN), leaf.sharding
         if isinstance(format, Fp8Tensor):
             shape, sharding = _one_per_rank(builder, leaf)
