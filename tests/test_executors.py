@@ -12,7 +12,7 @@ from checks import cut
 from hypothesis import HealthCheck, given, settings
 from jax.sharding import AbstractMesh, Mesh
 from random_problems import Case, cases, expected_buffers, source_buffers
-from random_quantized import Fp4Tensor, quantized_cases
+from random_quantized import PACKED, Fp4Tensor, quantized_cases
 
 import shardfly_jax as sf
 from shardfly_jax import formats
@@ -108,6 +108,18 @@ def test_executors_refuse_values_that_are_not_finite(
 @given(quantized_cases(max_depth=1))
 def test_xla_executor_quantizes_as_the_mapping_means(case: Case) -> None:
     run_on_poisoned_buffers(case, XlaExecutor, jax.local_devices())
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=SLOW)
+@given(quantized_cases(max_depth=1, among=PACKED))
+def test_xla_executor_packs_codes_as_the_mapping_means(case: Case) -> None:
+    run_on_poisoned_buffers(case, XlaExecutor, jax.local_devices())
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
+@given(quantized_cases(among=PACKED))
+def test_host_executor_packs_codes_as_the_mapping_means(case: Case) -> None:
+    run_on_poisoned_buffers(case, HostExecutor, jax.local_devices())
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=SLOW)

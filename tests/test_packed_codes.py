@@ -15,7 +15,7 @@ from random_problems import Case, check, source_buffers
 from random_quantized import PACKED, SmallFp4, quantized_cases
 
 import shardfly_jax as sf
-from shardfly_jax import formats
+from shardfly_jax import formats, today
 from shardfly_jax.executors import hostquantize
 from shardfly_jax.executors.host import HostExecutor
 from shardfly_jax.executors.memory import Shard, Sources
@@ -254,6 +254,34 @@ def test_an_update_writes_packed_codes_in_place(rng: np.random.Generator, spec: 
     broken[30, 5] = np.nan
     with pytest.raises(sf.NotFinite, match=r"target 'h\.1\.w(_scale)?'.*NaN or infinity"):
         sf.sync(params | {"h.1.w": put(broken, trainer, *spec)}, plan)
+
+
+def test_todays_way_writes_the_same_bytes(rng: np.random.Generator) -> None:
+    trainer, rollout = mesh((2,), "a"), mesh((2,), "b", [4, 5])
+    params = {"w": put(fresh(rng, 8, 96), trainer, "a")}
+    target = {"w": like((8, 48), "uint8", rollout, "b"), "s": like((8, 3), "uint8", rollout, "b")}
+    mapping = sf.Mapping({"w": sf.src("w").quantize(formats.compressed_tensors_mxfp4()), "s": sf.scale_of("w")})
+    plan = sf.make_plan(params, target, mapping)
+    out = today.make_update(plan)(params)
+    codes, scales = quantize(formats.compressed_tensors_mxfp4(), np.asarray(params["w"]))
+    have = {name.rpartition(":")[2]: x for name, x in out.items()}
+    assert_holds(have["w"], codes)
+    assert_holds(have["s"], scales)
+
+
+def test_a_pool_grows_by_a_replica_that_gets_packed_codes(rng: np.random.Generator) -> None:
+    trainer = mesh((2,), "a")
+    value = fresh(rng, 8, 64)
+    params = {"w": put(value, trainer, "a")}
+    mapping = sf.Mapping({"w": sf.src("w").quantize(formats.MxFp4())})
+
+    def target(replicas: int) -> dict[str, jax.ShapeDtypeStruct]:
+        return {"w": like((8, 32), "uint8", mesh((replicas, 2), "replica tp", range(2, 2 + 2 * replicas)), "tp")}
+
+    plan = sf.register(sf.make_plan(params, target(1), mapping))
+    sf.sync(params, plan)
+    plan = sf.rescale(plan, target(3))
+    assert_holds(updated(params, plan)["w"], quantize(formats.MxFp4(), value)[0])
 
 
 def test_a_report_names_the_format() -> None:
