@@ -12,6 +12,12 @@ def divide(a: Int, b: Int) -> Int:
     return m.ptx_value(code, "=r,r,r", a, b, pure=True)
 
 
+def multiply(a: Int, b: Int) -> Int:
+    """The correctly rounded product of float32 bits."""
+    code = "{ .reg .f32 x, y; mov.b32 x, $1; mov.b32 y, $2; mul.rn.f32 x, x, y; mov.b32 $0, x; }"
+    return m.ptx_value(code, "=r,r,r", a, b, pure=True)
+
+
 def flush(bits: Int) -> Int:
     """Float32 bits with subnormals replaced by zero of their sign."""
     return ((bits & 0x7F800000) == 0).where(bits & 0x80000000, bits)

@@ -47,7 +47,7 @@ def _step(format: Format, amax: Int) -> Int:
 def _exponent(format: Format, amax: Int) -> Int:
     """The exponent of a power-of-two scale, plus 127."""
     if format.rounding == "floor":
-        return ((amax >> 23).at_least(1) - format.shift).at_least(0).at_most(E8M0_LARGEST)
+        return ((amax + format.carry >> 23).at_least(1) - format.shift).at_least(0).at_most(E8M0_LARGEST)
     quotient = _quotient(format, amax)
     up = ((quotient & 0x7FFFFF) != 0).where(const(1), 0)
     return (quotient == 0).where(const(format.zero_exponent), ((quotient >> 23) + up).at_most(E8M0_LARGEST))

@@ -71,6 +71,7 @@ from shardfly_jax.pallas_kernels.launch_words import (
     VERSION,
     launch_size,
 )
+from shardfly_jax.pallas_kernels.packing import encode_pairs, maxima, packs
 from shardfly_jax.sharding import records as r
 from shardfly_jax.sharding.formats import Conversion
 from shardfly_jax.sharding.quantized_ops import quantizes, quantizes_elements
@@ -411,12 +412,16 @@ class Worker:
         if not fills(conversion):
             for of, turned in ((r.BLOCK_ROWS, False), (r.BLOCK_TRANSPOSE, True)):
                 with when(kind == of):
-                    quantize_blocks(tile, where, side, conversion, turned)
+                    quantize_blocks(tile, where, side, maxima(conversion), turned)
         with when(kind == r.REDUCE_ELEMENTS):
             reduce_elements(tile, side(), conversion)
         if conversion.encodes is not None:
             with when(kind == r.ENCODE_ELEMENTS):
-                encode_elements(tile, where(), side(), conversion)
+                if packs(conversion):
+                    step = m.load_pair(self.record_at(record), r.SOURCE_STRIDE)
+                    encode_pairs(tile, where(), side(), step, conversion)
+                else:
+                    encode_elements(tile, where(), side(), conversion)
 
     def counter_at(self, inbox: Int, counter: Int) -> Int:
         """Address of a counter."""

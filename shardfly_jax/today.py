@@ -85,8 +85,8 @@ def _build(expr: Expr, source: Callable[[str, int], jax.Array], i: int, cuts: in
             amax = _block_maxima(format, x, segments)
             for axis, index in enumerate(block_indices(format, x.shape, segments)):
                 amax = jnp.take(amax, jnp.array(index), axis)
-            encode = conversion(x.dtype.name, (Encode(format),), format.codes)
-            return lax.bitcast_convert_type(convert.apply(encode, x, amax=amax), jnp.dtype(format.codes))
+            encode = conversion(x.dtype.name, (Encode(format),), format.stored)
+            return lax.bitcast_convert_type(convert.apply(encode, x, amax=amax), jnp.dtype(format.stored))
         case lang.Scales(_, format, segments):
             to_scale = conversion("uint32", (ToScale(format),), format.scale_dtype)
             bits = convert.apply(to_scale, _block_maxima(format, x, segments))

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardfly_jax.sharding.denotation import Value, denote
+from shardfly_jax.sharding.errors import LanguageError
 from shardfly_jax.sharding.formats import Amax, ToScale
 from shardfly_jax.sharding.grids import Run, Segments, grid_runs, grid_shape
 from shardfly_jax.sharding.inference import Lookup
@@ -151,6 +152,11 @@ class Blocks:
         self._mask = np.zeros(size, bool) if math.prod(size) <= MASK_SIZE else None
         self.fix([])
 
+    def unpacked(self, box: Box) -> Box:
+        """A box of stored codes as one of the value, which is longer on its last axis where codes share a byte."""
+        n, (lo, hi) = self.format.per_byte, box[-1]
+        return (*box[:-1], (lo * n, hi * n))
+
     @property
     def whole(self) -> Box:
         """The box of the whole value."""
@@ -191,7 +197,9 @@ class Blocks:
         return clipped if joined is flat.piece else flat._replace(piece=joined)
 
     def _is_cut(self, piece: Piece, axis: int) -> bool:
-        blocks = (run.block for run in self.runs[axis - 1] if 1 < run.block < run.hi - run.lo)
+        blocks = [run.block for run in self.runs[axis - 1] if 1 < run.block < run.hi - run.lo]
+        if axis == len(self.shape):
+            blocks.append(self.format.per_byte)
         return any(straddles(piece, axis, block) for block in blocks)
 
     # Slots
@@ -277,12 +285,16 @@ class Blocks:
         """The rows that encode a complete part; None if its blocks have too many dimensions for one row.
 
         Args:
-          start: Global coordinate of the first element of the target's local buffer.
-          strides: Of that buffer, elements.
+          start: Coordinate in the value of the first element of the target's local buffer.
+          strides: Of that buffer, stored elements.
+
+        Raises:
+          LanguageError: It holds some value without the neighbour whose code shares a byte with its own.
         """
+        part = self._in_pairs(part)
         if not part.is_complete:
             return None
-        offset, steps = _in_buffer(part, start, strides)
+        offset, steps = self._in_buffer(part, start, strides)
         across = dense_strides(self.grid)
         blocks = [
             across[d.t_axis - 1] * (d.t_radix // part.runs[d.t_axis - 1].block) if part.is_outer(d) else 0
@@ -294,11 +306,34 @@ class Blocks:
         self, part: Part, slots: Slots, start: Sequence[int], strides: Sequence[int]
     ) -> list[Template]:
         """The rows that encode a part whose blocks all have their maxima in `slots`."""
-        offset, steps = _in_buffer(part, start, strides)
+        part = self._in_pairs(part)
+        offset, steps = self._in_buffer(part, start, strides)
         block_offset, blocks = _in_slots(part, slots)
         made = _emitted(part, offset, steps, block_offset, blocks, (slots.family, slots.owner))
         assert made is not None
         return made
+
+    def _in_pairs(self, part: Part) -> Part:
+        """A part whose digits of the last axis move by whole stored elements, or stay within one."""
+        axis, n, piece = len(self.shape), self.format.per_byte, part.clipped.piece
+        if n == 1:
+            return part
+        first, *others = split_blocks(piece, axis, n)
+        inner = math.prod(d.count for d in first.digits if d.t_axis == axis and d.t_radix % n)
+        if others or inner != n:
+            lo, hi = span(piece, TARGET, axis)
+            raise LanguageError(
+                f"quantize: columns {lo} to {hi} hold an odd run of one source shard, or of one part of the mapping, "
+                f"but {type(self.format).__name__} puts {n} codes into each byte. Cut sources, and join parts, at even "
+                "columns"
+            )
+        return part._replace(clipped=part.clipped._replace(piece=first))
+
+    def _in_buffer(self, part: Part, start: Sequence[int], strides: Sequence[int]) -> tuple[int, list[int]]:
+        """Offset and steps of a part in a local buffer of stored codes; 0 within one of them."""
+        at, packs = part.clipped.piece.t_origin[1:], [*[1] * (len(strides) - 1), self.format.per_byte]
+        offset = sum((a - lo) // n * step for a, lo, step, n in zip(at, start, strides, packs, strict=True))
+        return offset, [d.t_radix // packs[d.t_axis - 1] * strides[d.t_axis - 1] for d in _digits(part)]
 
     # Scales
 
@@ -338,13 +373,6 @@ class Blocks:
 
 def _digits(part: Part) -> list[Digit]:
     return [d for d in part.clipped.piece.digits if d.t_axis]
-
-
-def _in_buffer(part: Part, start: Sequence[int], strides: Sequence[int]) -> tuple[int, list[int]]:
-    """Offset and steps of a part in a local buffer of the value."""
-    at = part.clipped.piece.t_origin[1:]
-    offset = sum((a - lo) * step for a, lo, step in zip(at, start, strides, strict=True))
-    return offset, [d.t_radix * strides[d.t_axis - 1] for d in _digits(part)]
 
 
 def _in_slots(part: Part, slots: Slots) -> tuple[int, list[int]]:
@@ -388,7 +416,8 @@ def _emitted(
     dims = _joined(dims)
     heads = [(source_offset, target_offset, block_offset)]
     while len(dims) > MAX_DIMS:
-        movable = [k for k in range(len(dims)) if dims[k][3] or slots != (-1, -1)]
+        # a block that is encoded without slots stays in one row, and so do codes that share a byte
+        movable = [k for k, d in enumerate(dims) if slots is None or (d[2] and (d[3] or slots != (-1, -1)))]
         if not movable:
             return None
         n, *moves = dims.pop(min(movable, key=lambda k: dims[k][0]))

@@ -236,12 +236,15 @@ class Encode:
     format: Format
 
     def result_dtype(self, dtype: str) -> str:
-        return self.format.codes
+        return self.format.stored
 
-    def apply(self, x: np.ndarray, amax: np.ndarray) -> np.ndarray:
-        """Codes of values, [...]; `amax` holds the bits for each element, or broadcasts against them."""
+    def apply(self, x: np.ndarray, amax: np.ndarray, packed: int = -1) -> np.ndarray:
+        """Codes of values, [...]; `amax` holds the bits for each element, or broadcasts against them.
+
+        Where codes share a byte, they are those of neighbours on the axis `packed`, which becomes shorter.
+        """
         check_finite(amax)
-        return self.format.encode(x, amax.view(np.float32))
+        return self.format.pack(self.format.encode(x, amax.view(np.float32)), packed)
 
 
 Step = Cast | MulAdd | Divide | Fill | Amax | ToScale | Encode
@@ -288,13 +291,16 @@ class Conversion:
             x = step.apply(x)
         return x
 
-    def apply(self, x: np.ndarray, within: tuple[int, ...] = (), amax: np.ndarray | None = None) -> np.ndarray:
+    def apply(
+        self, x: np.ndarray, within: tuple[int, ...] = (), amax: np.ndarray | None = None, packed: int = -1
+    ) -> np.ndarray:
         """Converts an array.
 
         Args:
           x: Of dtype `source` and any shape; only the shape counts for a fill.
           within: Axes inside a block.
           amax: Bits for each element, where the maxima of its blocks are known; else they are those of `x`.
+          packed: Axis along which codes share a byte, if they do.
 
         Raises:
           NotFinite: A block to be quantized holds NaN or infinity.
@@ -304,7 +310,7 @@ class Conversion:
                 case Amax():
                     x = step.apply(x, within)
                 case Encode():
-                    x = step.apply(x, Amax().apply(x, within) if amax is None else amax)
+                    x = step.apply(x, Amax().apply(x, within) if amax is None else amax, packed)
                 case _:
                     x = step.apply(x)
         return x

@@ -100,17 +100,18 @@ def quantize(
       what: For messages.
 
     Returns:
-      Codes in the shape of `x`, and scales, one per block.
+      Codes as they are stored, in the shape of `x` unless some share a byte, and scales, one per block.
 
     Raises:
-      LanguageError: `x` has fewer than two axes.
+      LanguageError: `x` has fewer than two axes, or its last one ends inside a byte of codes.
       NotFinite: `x` holds NaN or infinity.
     """
     amax = block_maxima(format, x, segments, what)
+    format.stored_shape(x.shape)
     scales = format.scales(amax)
     for axis, index in enumerate(block_indices(format, x.shape, segments)):
         amax = amax.take(index, axis)
-    return format.encode(x, amax), scales
+    return format.pack(format.encode(x, amax)), scales
 
 
 def block_maxima(format: Format, x: np.ndarray, segments: Sequence[Segments], what: str) -> np.ndarray:

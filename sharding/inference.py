@@ -92,7 +92,9 @@ def infer(expr: Expr, lookup: Lookup, layers: range) -> TensorType:
                     f"quantize: applied to {dtype}, but blocks are scaled in float32. Use astype('float32') first."
                 )
             grid = grid_shape(format, shape, segments)
-            return TensorType(*((shape, format.codes) if isinstance(expr, Quantize) else (grid, format.scale_dtype)))
+            if isinstance(expr, Scales):
+                return TensorType(grid, format.scale_dtype)
+            return TensorType(format.stored_shape(shape), format.stored)
         case Rearrange(_, pattern, _):
             sizes = axis_sizes(expr, shape)
             _, right = split_pattern(pattern)

@@ -11,7 +11,8 @@ A row is a *template*: one record stands for all layers of a family. Its k-th ex
 Offsets and strides count elements of local buffers, 64-bit. A row whose source rank is a rollout rank *forwards* bytes
 that an earlier row brought there. A fill has no source (family and rank -1).
 
-Dimensions with a target stride of 0 are reduced over: the conversion takes the largest absolute value of each block.
+Dimensions with a target stride of 0 are reduced over: the conversion takes the largest absolute value of each block, or
+puts codes that share a byte into one.
 A row that writes a staging buffer replaces what is there by the larger of both; staging begins as zeros.
 """
 
@@ -241,6 +242,11 @@ def target_view(move: Move) -> View:
 def reduced_axes(move: Move) -> tuple[int, ...]:
     """The dimensions that a move reduces over."""
     return tuple(axis for axis, step in enumerate(move.target_strides) if not step)
+
+
+def packed_axis(move: Move) -> int:
+    """The dimension along which the codes of an encoding move share a byte; -1 if none do."""
+    return next(iter(reduced_axes(move)), -1)
 
 
 def move_size(move: Move) -> int:

@@ -276,7 +276,7 @@ class _Templates:
 
 
 FLOATS = ("float32", "bfloat16", "float16")
-CODES = ("float8_e4m3fn", "int8")
+CODES = ("float8_e4m3fn", "int8", "float4_e2m1fn")
 
 
 def why_unsupported(plan: Plan) -> str | None:

@@ -15,6 +15,7 @@ in a block are refused: their bits are larger than those of any finite number, s
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -29,8 +30,18 @@ Scope = Literal["block", "row", "part", "rank", "tensor"]
 
 BIAS = 127
 """Of the exponent of float32, and of E8M0."""
+FLOAT4 = "float4_e2m1fn"
+"""The dtype of codes that take half a byte: 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and their negatives."""
+FLOAT4_FIRST = tuple(
+    int(np.float32(middle).view(np.uint32)) + (k % 2 == 0)
+    for k, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5))
+)
+"""Bits of the least float32 that rounds to each of its numbers but zero: ties go to even codes."""
 E8M0_LARGEST = 2 * BIAS - 1
 """The largest byte that is used, so that the reciprocal of a scale is never subnormal."""
+
+ROUNDS_AT_1_75 = 1 << 21
+"""Added to the bits of a float32, a quarter of its leading digit: from 1.75 on, its exponent rises by one."""
 
 _REGISTERED: dict[str, type[Format]] = {}
 
@@ -40,7 +51,7 @@ class Format:
     """Base of all formats. A subclass states the rest.
 
     Attributes:
-      codes: Dtype of the codes, one byte or more each.
+      codes: Dtype of the codes: of a byte or more, or `float4_e2m1fn`, of which two share a byte (see `pack`).
       largest: The largest code.
       divisor: `scale = max(amax, floor) / divisor`.
       floor: The least `amax` that counts; 0 for none.
@@ -48,8 +59,8 @@ class Format:
         is the reciprocal of that factor. Every operation is rounded to float32 by itself.
       scale: `float32`; `power_of_two`: a power of two, kept as float32; `e8m0`: the same as a byte, its exponent plus
         127.
-      rounding, shift: How a scale becomes a power of two: `ceil`, up from `max(amax, floor) / divisor`; `floor`, the
-        exponent of amax less `shift`.
+      rounding, shift, carry: How a scale becomes a power of two: `ceil`, up from `max(amax, floor) / divisor`; `floor`,
+        the exponent of amax less `shift`, once `carry` has been added to the bits of amax.
       zero_exponent: Plus 127, of a block whose scale is zero before it is rounded up.
     """
 
@@ -58,6 +69,7 @@ class Format:
     divisor: ClassVar[float] = 448.0
     rounding: ClassVar[Rounding] = "ceil"
     shift: ClassVar[int] = 0
+    carry: ClassVar[int] = 0
     zero_exponent: ClassVar[int] = BIAS
     floor: float = 0.0
     formula: Formula = "reciprocal"
@@ -74,7 +86,7 @@ class Format:
     @property
     def constants(self) -> dict[str, str | float]:
         """What its class states, and plan files repeat, so that nobody runs a plan with another class of its name."""
-        names = ("codes", "largest", "divisor", "rounding", "shift", "zero_exponent")
+        names = ("codes", "largest", "divisor", "rounding", "shift", "carry", "zero_exponent")
         return {name: getattr(self, name) for name in names}
 
     def __post_init__(self) -> None:
@@ -88,6 +100,12 @@ class Format:
             raise LanguageError(f"format: scale is {self.scale!r}. Use 'float32', 'power_of_two' or 'e8m0'.")
         if self.scale != "float32" and self.formula == "factor":
             raise LanguageError("format: a factor is no power of two. Use the formula 'reciprocal'.")
+        columns = self.block[1]
+        if columns is not None and columns % self.per_byte:
+            raise LanguageError(
+                f"format: a block has {columns} columns, but {self.per_byte} codes share a byte. Give it an even "
+                "number."
+            )
 
     @property
     def scope(self) -> Scope:
@@ -105,6 +123,29 @@ class Format:
         """Dtype of the stored scales."""
         return "uint8" if self.scale == "e8m0" else "float32"
 
+    @property
+    def per_byte(self) -> int:
+        """Neighbours on the last axis whose codes share a stored element; 1 where each has its own."""
+        return 2 if self.codes == FLOAT4 else 1
+
+    @property
+    def stored(self) -> str:
+        """Dtype of the targets that hold the codes."""
+        return "uint8" if self.per_byte > 1 else self.codes
+
+    def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the stored codes of values of a shape.
+
+        Raises:
+          LanguageError: The last axis ends inside a byte.
+        """
+        if self.per_byte > 1 and shape[-1] % self.per_byte:
+            raise LanguageError(
+                f"quantize: the last axis has {shape[-1]} columns, but {type(self).__name__} puts {self.per_byte} "
+                "codes into each byte. Pad it to an even number."
+            )
+        return (*shape[:-1], shape[-1] // self.per_byte)
+
     # The meaning, in NumPy
 
     def scales(self, amax: np.ndarray) -> np.ndarray:
@@ -121,6 +162,7 @@ class Format:
         """The exponents of power-of-two scales plus 127, int32."""
         if self.rounding == "floor":
             bits = np.maximum(np.asarray(amax, np.float32), np.finfo(np.float32).tiny).view(np.uint32)
+            bits = bits + np.uint32(self.carry)
             return np.clip((bits >> 23).astype(np.int32) - self.shift, 0, E8M0_LARGEST)
         bits = self._quotient(amax).view(np.uint32)
         exponent = (bits >> 23).astype(np.int32) + ((bits & 0x7FFFFF) != 0)
@@ -153,7 +195,7 @@ class Format:
         return one / self._steps(amax)
 
     def encode(self, x: np.ndarray, amax: np.ndarray) -> np.ndarray:
-        """Codes.
+        """Codes, one for each value; `pack` makes of them what is stored.
 
         Args:
           x: Finite values of a dtype that float32 holds.
@@ -168,8 +210,28 @@ class Format:
         target = np_dtype(self.codes)
         return (np.rint(values) if target.kind == "i" else values).astype(target)
 
+    def pack(self, codes: np.ndarray, axis: int = -1) -> np.ndarray:
+        """Codes as they are stored: of two neighbours on an axis, the first one in the low half of a byte."""
+        if self.per_byte == 1:
+            return codes
+        bits = codes.view(np.uint8)
+        low, high = (bits.take(range(half, bits.shape[axis], 2), axis) for half in (0, 1))
+        return low | high << 4
+
+    def unpack(self, stored: np.ndarray) -> np.ndarray:
+        """The inverse of `pack` on the last axis."""
+        if self.per_byte == 1:
+            return stored
+        halves = np.stack([stored & 15, stored >> 4], axis=-1)
+        return halves.reshape(*stored.shape[:-1], -1).view(np_dtype(self.codes))
+
     def decode(self, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-        """float32 values of codes and the stored scales of their blocks, which broadcast against them."""
+        """float32 values of codes.
+
+        Args:
+          codes: As `encode` and `unpack` give them.
+          scales: The stored ones of their blocks; broadcast against `codes`.
+        """
         if self.scale == "e8m0":
             steps = np.ldexp(np.float32(1), scales.astype(np.int32) - BIAS)
         else:
@@ -260,19 +322,19 @@ class Fp8Tensor(Format):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MxFp8(Format):
-    """e4m3 codes in blocks of 1 x 32 with E8M0 scales, a byte each: [..., N, ceil(K / 32)].
+class MxBlock(Format):
+    """Codes in blocks of 1 x 32 with E8M0 scales, a byte each: [..., N, ceil(K / 32)].
 
     Attributes:
-      rounding: `floor`: the scale is `2^(floor(log2(amax)) - shift)`; `ceil`: `amax / 448`, up to a power of two.
-      shift: 8 as OCP's "Microscaling Formats (MX) 1.0", 6.3, has it for e4m3; 0 puts the largest value into [1, 2).
+      rounding: `floor`: the scale is `2^(floor(log2(amax)) - shift)`; `ceil`: `amax / divisor`, up to a power of two.
+      shift: Of `floor`.
 
     A block of zeros has the byte of the smallest normal float32: 0, or 1 with `floor` and no shift.
     """
 
     zero_exponent: ClassVar[int] = 0
     rounding: Rounding = "floor"  # type: ignore[misc]
-    shift: int = 8  # type: ignore[misc]
+    shift: int = 0  # type: ignore[misc]
     scale: ScaleKind = "e8m0"
 
     def __post_init__(self) -> None:
@@ -286,6 +348,44 @@ class MxFp8(Format):
     @property
     def block(self) -> tuple[int | None, int | None]:
         return 1, 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MxFp8(MxBlock):
+    """e4m3 codes in blocks of 1 x 32 with E8M0 scales.
+
+    Attributes:
+      shift: 8 as OCP's "Microscaling Formats (MX) 1.0", 6.3, has it for e4m3; 0 puts the largest value into [1, 2).
+    """
+
+    shift: int = 8  # type: ignore[misc]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MxFp4(MxBlock):
+    """e2m1 codes in blocks of 1 x 32 with E8M0 scales; two codes share a byte: uint8 [..., N, K / 2].
+
+    The value with the even column is in the low half of its byte, as gpt-oss' checkpoints, triton_kernels
+    (`numerics_details/mxfp_details/_downcast_to_mxfp.py`) and compressed-tensors (`pack_fp4_to_uint8`) have it. Rounded
+    to the nearest, ties to even, clamped to 6; zeros and what rounds to them keep their sign.
+
+    Attributes:
+      shift: 2 as OCP's "Microscaling Formats (MX) 1.0", 6.3, has it for e2m1.
+      carry: 0, or 2^21, so that an amax of 1.75 times a power of two or more counts as the next one.
+    """
+
+    codes: ClassVar[str] = FLOAT4
+    largest: ClassVar[float] = 6.0
+    divisor: ClassVar[float] = 6.0
+    shift: int = 2  # type: ignore[misc]
+    carry: int = 0  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        MxBlock.__post_init__(self)
+        if self.carry not in (0, ROUNDS_AT_1_75) or (self.carry and self.rounding != "floor"):
+            raise LanguageError(
+                f"format: carry is {self.carry} and rounding {self.rounding!r}, but 0, or 2^21 with 'floor', is known."
+            )
 
 
 def format_class(name: str) -> type[Format]:
@@ -357,3 +457,26 @@ def vllm_mxfp8() -> MxFp8:
 def vllm_mxfp8_round_up() -> MxFp8:
     """Later versions of vLLM's torch path: `amax / 448` rounded up to a power of two, so that nothing saturates."""
     return MxFp8(rounding="ceil")
+
+
+def ocp_mxfp4() -> MxFp4:
+    """OCP's "Microscaling Formats (MX) Specification 1.0", section 6.3: `2^(floor(log2(amax)) - 2)`, saturating."""
+    return MxFp4()
+
+
+def triton_mxfp4() -> MxFp4:
+    """triton_kernels' `downcast_to_mxfp` (`numerics_details/mxfp.py`), which vLLM, SGLang and transformers quantize
+    gpt-oss with: `amax / 6` rounded up to a power of two (`ROUND_UP`, its default), so that nothing saturates.
+
+    As of triton-lang/triton@0616e64, which rounds ties of codes to even; earlier ones rounded them away from zero.
+    """
+    return MxFp4(rounding="ceil")
+
+
+def compressed_tensors_mxfp4() -> MxFp4:
+    """compressed-tensors' `generate_mx_scales` (`quantization/utils/mxfp_utils.py`), as llm-compressor writes it: OCP's
+    scale of amax rounded up from 1.75 times a power of two.
+
+    Computed in float32, as it does for float32 weights. Its codes lose the sign of values that are -0.0.
+    """
+    return MxFp4(carry=ROUNDS_AT_1_75)

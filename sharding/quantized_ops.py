@@ -7,6 +7,7 @@ them wait for the counter of those that fill them.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -173,7 +174,7 @@ class QuantizedOps:
             slots_at = Inbox(done.device)
             return Op(at=at, phase=phase, record=record, ranks=ranks, source=source, side=slots_at, signal=done)
 
-        region = self._region(move, k, slots.steps, slots, writes=False)
+        region = _whole_blocks(self._region(move, k, slots.steps, slots, writes=False))
         nbytes = math.prod(move.extents) * itemsize(conversion.source) if move.source_rank >= 0 else 0
         return _Part(True, at, nbytes, region, make)
 
@@ -279,7 +280,21 @@ def _pipelined(parts: Sequence[_Part], owner: int, key: Hashable, base: int) -> 
         made = [(part.fills, part.make(region, done)) for part, region in zip(parts, chunk, strict=True) if region]
         fills.append([op for fill, op in made if fill])
         reads.append([op for fill, op in made if not fill])
-    return [op for pair in zip([*fills, *([] for _ in range(READ_LAG))], reads, strict=True) for ops in pair for op in ops]
+    fills += [[] for _ in range(READ_LAG)]
+    return [op for pair in zip(fills, reads, strict=True) for ops in pair for op in ops]
+
+
+def _whole_blocks(region: q.SideRegion) -> q.SideRegion:
+    """A region that is only read, with dimensions within blocks joined: those of codes that share a byte, say."""
+    out: list[q.SideDim] = []
+    for dim in sorted(region.dims, key=lambda dim: dim.read):
+        inner = out[-1] if out else None
+        if inner is not None and inner.is_within and dim.is_within and dim.read == inner.extent * inner.read:
+            extent = inner.extent * dim.extent
+            out[-1] = dataclasses.replace(inner, extent=extent, block=extent)
+        else:
+            out.append(dim)
+    return dataclasses.replace(region, dims=tuple(reversed(out)))
 
 
 class _Side(NamedTuple):

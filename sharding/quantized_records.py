@@ -13,7 +13,9 @@ There are four kinds:
 * `BLOCK_ROWS`: dimension 4 is contiguous in the source.
 * `BLOCK_TRANSPOSE`: dimension 3 is the one that is contiguous in the source. In both, dimension 4 is contiguous in the
   target, if codes are written, and blocks along it are multiples of `STRIP` elements, of which no two blocks share one.
-* `REDUCE_ELEMENTS`, `ENCODE_ELEMENTS`: anything else, an element at a time, with slots at the side.
+* `REDUCE_ELEMENTS`, `ENCODE_ELEMENTS`: anything else, an element at a time, with slots at the side. Where two codes
+  share a byte, an element is the first value of each byte. Dimension 0 then has the extent 1, and its source stride
+  leads to the second value.
 """
 
 from __future__ import annotations
@@ -91,7 +93,7 @@ def block_record(region: SideRegion, conversion: Conversion, role: int) -> np.nd
     """
     width = itemsize(conversion.source)
     encodes, single = bool(role & WRITES_CODES), not role & (RAISES_AMAX | READS_AMAX)
-    if width not in (2, 4):
+    if width not in (2, 4) or (encodes and conversion.encodes is not None and conversion.encodes.per_byte > 1):
         return None
     dims = _joined([dim for dim in region.dims if dim.extent > 1], encodes)
     near = next((dim for dim, _ in dims if dim.read == width), None)
@@ -122,8 +124,12 @@ def block_record(region: SideRegion, conversion: Conversion, role: int) -> np.nd
 
 def element_record(region: SideRegion, role: int) -> np.ndarray:
     """The record that reduces a region into slots, or encodes it from them, an element at a time."""
-    dims = sorted((dim for dim in region.dims if dim.extent > 1), key=lambda dim: (-abs(dim.write), -abs(dim.read)))
+    shared = [dim for dim in region.dims if role & WRITES_CODES and dim.extent > 1 and not dim.write]
+    dims = [dim for dim in region.dims if dim.extent > 1 and dim not in shared]
+    dims.sort(key=lambda dim: (-abs(dim.write), -abs(dim.read)))
     dims = [SideDim(1, 0, 0, 0, 1)] * (r.DIMS - len(dims)) + dims
+    if shared:  # values of one byte
+        dims[0] = SideDim(1, shared[0].read, 0, 0, 1)
     tile_4 = min(dims[4].extent, r.ELEMENTS_TILE_4)
     tiles = (min(dims[3].extent, r.ELEMENTS_TILE_SIZE // tile_4), tile_4)
     kind = r.ENCODE_ELEMENTS if role & WRITES_CODES else r.REDUCE_ELEMENTS

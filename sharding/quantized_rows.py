@@ -87,20 +87,21 @@ class QuantizedRows:
         """The rows of a group whose blocks need no slots; the others wait.
 
         Raises:
-          LanguageError: Its elements are not written exactly once.
+          LanguageError: Its elements are not written exactly once, or codes that share a byte come from apart.
         """
 
         def leaf(node: Expr) -> Expr | None:
             return dataclasses.replace(node, cuts=group.cuts) if isinstance(node, Fuse) else None
 
         blocks = self._blocks_of(rewrite(expr.value, leaf), expr, group.layers)
-        start = tuple(lo for lo, _ in group.box)
+        start = tuple(lo for lo, _ in blocks.unpacked(group.box))
         for whole in (True, False):
             waiting = Waiting(blocks, index, group, expr, [], whole)
             made = []
             parts = list(_parts(blocks, group, whole))
             self._rows.check_tiled(
-                sum(part.size for _, part in parts), sum(b.size for b in group.bands) * group.n_layers
+                sum(part.size for _, part in parts),
+                sum(b.size for b in group.bands) * group.n_layers * expr.format.per_byte,
             )
             for number, part in parts:
                 encoded = blocks.encoded(part, start, group.strides)
@@ -133,7 +134,7 @@ class QuantizedRows:
             for t in templates:
                 assert t.block is not None
                 encoding = t._replace(steps=(*t.steps, Encode(of.expr.format)), block=None)
-                rows.append(self._rows.flat(of.index, number, encoding, of.expr.format.codes))
+                rows.append(self._rows.flat(of.index, number, encoding, of.expr.format.stored))
                 pad = (0,) * (MAX_DIMS - len(t.dims))
                 views.append((t.block.family, t.block.rank, t.block.offset, *t.block.strides, *pad))
         table = self._rows.stacked(rows)
@@ -205,7 +206,7 @@ class QuantizedRows:
     def _ready(self, waiting: Waiting) -> np.ndarray:
         """The rows that encode the parts of a group that waited."""
         blocks, index, group, *_ = waiting
-        start = tuple(lo for lo, _ in group.box)
+        start = tuple(lo for lo, _ in blocks.unpacked(group.box))
         made = []
         for number, part in waiting.parts:
             for slots in blocks.slots_of(part):
@@ -298,5 +299,5 @@ class QuantizedRows:
 def _parts(blocks: Blocks, group: Group, whole: bool) -> Iterator[tuple[int, Part]]:
     """The parts of a group, of its whole box or band by band, with the number of the band."""
     for number, box in enumerate([group.box] if whole else [band.box for band in group.bands]):
-        for part in blocks.parts(box, group.layers):
+        for part in blocks.parts(blocks.unpacked(box), group.layers):
             yield number, part

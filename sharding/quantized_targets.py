@@ -10,6 +10,7 @@ from shardfly_jax.sharding.errors import LanguageError
 from shardfly_jax.sharding.grids import Segments
 from shardfly_jax.sharding.language import Expr, Fuse, Quantize, Scales, outer_fuse, rewrite
 from shardfly_jax.sharding.layouts import Layout
+from shardfly_jax.sharding.quantization import Format
 
 AXES = (-2, -1)
 WORDS = {-2: "rows", -1: "columns"}
@@ -22,11 +23,17 @@ def bound_quantize(expr: Quantize, layout: Layout, parts: Sequence[int]) -> Quan
       parts: Lengths of the parts of its outer fuse; empty without one.
 
     Raises:
-      LanguageError: Blocks that would cross from one rank or fused part into the next, or ranks that do not tile the
-        tensor.
+      LanguageError: Blocks that would cross from one rank or fused part into the next, ranks that do not tile the
+        tensor, or parts fused along an axis whose codes share bytes.
     """
     fused, scope = outer_fuse(expr), expr.format.scope
+    layout = unpacked(layout, expr.format)
     axis = None if fused is None else fused.axis % len(layout.shape) - len(layout.shape)
+    if axis == -1 and expr.format.per_byte > 1:
+        raise LanguageError(
+            f"quantize: parts are fused along the columns, but {type(expr.format).__name__} puts "
+            f"{expr.format.per_byte} codes of neighbouring columns into each byte. Fuse rows, or use concat"
+        )
     pieces = {a: _pieces(layout, a, parts if a == axis else ()) for a in AXES}
     if scope == "block":
         for a, block in zip(AXES, expr.format.block, strict=True):
@@ -45,6 +52,16 @@ def bound_quantize(expr: Quantize, layout: Layout, parts: Sequence[int]) -> Quan
                 )
             segments[k] = tuple((lo, hi, rank) for rank, (lo, hi) in enumerate(cuts)) if len(cuts) > 1 else ()
     return dataclasses.replace(expr, segments=(segments[0], segments[1]))
+
+
+def unpacked(layout: Layout, format: Format) -> Layout:
+    """The layout of the values whose stored codes have a layout."""
+    if format.per_byte == 1:
+        return layout
+    bounds = layout.bounds.copy()
+    bounds[:, -1] *= format.per_byte
+    shape = (*layout.shape[:-1], layout.shape[-1] * format.per_byte)
+    return Layout.from_bounds(shape, layout.dtype, layout.ranks, bounds)
 
 
 def scales(expr: Quantize, layout: Layout) -> Scales:

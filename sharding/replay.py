@@ -8,7 +8,16 @@ import numpy as np
 
 from shardfly_jax.sharding.errors import NotFinite
 from shardfly_jax.sharding.formats import np_dtype
-from shardfly_jax.sharding.moves import Key, View, reduced_axes, source_key, source_view, target_key, target_view
+from shardfly_jax.sharding.moves import (
+    Key,
+    View,
+    packed_axis,
+    reduced_axes,
+    source_key,
+    source_view,
+    target_key,
+    target_view,
+)
 from shardfly_jax.sharding.plan import Plan, slot_key, staging_sizes
 
 Buffers = Callable[[int, int, int], np.ndarray]
@@ -46,7 +55,7 @@ def replay(plan: Plan, buffers: Buffers, writes: Buffers | None = None) -> None:
             if block.family >= 0:
                 amax = View(block.offset, move.extents, block.strides).of(staging[slot_key(plan, move, k)])
         try:
-            done = conversion.apply(value, within, amax)
+            done = conversion.apply(value, within, amax, packed_axis(move))
         except NotFinite as error:
             raise NotFinite(f"target {plan.families[key[0]].name(key[1])!r}: {error}") from None
         target[...] = np.maximum(target, done) if key in staging else done

@@ -217,7 +217,9 @@ def _grains(group: Group) -> tuple[int, ...]:
     expr = quantized(group.expr)
     if expr is None:
         return (1,) * len(group.box)
-    sizes = zip(expr.format.block, expr.segments, group.box[-2:], strict=True)
+    rows, columns = expr.format.block
+    columns = columns if columns is None else columns // expr.format.per_byte
+    sizes = zip((rows, columns), expr.segments, group.box[-2:], strict=True)
     return (
         *(1,) * (len(group.box) - 2),
         # a box that begins inside a block has no edge of a block at a multiple of its size

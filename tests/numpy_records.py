@@ -90,8 +90,14 @@ def execute(record: np.ndarray, rule: Conversion, memory: Callable[[int], np.nda
             scattered(side, block, format.scales(largest.view(np.float32)))
     if role & q.WRITES_CODES:
         check_finite(amax)
-        assert rule.encodes is not None
-        scattered(target, write, rule.encodes.encode(values, amax.view(np.float32)))
+        format = rule.encodes
+        assert format is not None
+        codes = [format.encode(values, amax.view(np.float32))]
+        if format.per_byte > 1:  # elements are the first values of bytes
+            step = long(record[r.SOURCE_STRIDE : r.SOURCE_STRIDE + 2])
+            x = x if record[r.SOURCE] < 0 else gathered(source, read + step, rule.source)
+            codes.append(format.encode(rule.values(x), amax.view(np.float32)))
+        scattered(target, write, codes[0] if len(codes) == 1 else format.pack(np.stack(codes), 0)[0])
 
 
 def blocks_of(record: np.ndarray) -> np.ndarray:

@@ -21,8 +21,10 @@ FORMATS: dict[str, formats.Format] = {
     "channel": formats.Fp8Channel(floor=1 / 512, formula="divide"),
     "int8": formats.Int8Channel(),
     "tensor": formats.Fp8Tensor(),
+    "mxfp4": formats.triton_mxfp4(),
 }
-SCALES = {"block": (6, 4), "ue8m0": (4, 1), "padded": (6, 1), "channel": (12, 1), "int8": (12, 1), "tensor": (1, 1)}
+SCALES = {"block": (6, 4), "ue8m0": (4, 1), "padded": (6, 1), "channel": (12, 1), "int8": (12, 1), "tensor": (1, 1),
+          "mxfp4": (12, 1)}  # fmt: skip
 """Shapes of the scales."""
 PADDING = 4
 
@@ -35,7 +37,7 @@ def quantized_target_of(replicas: int, tp: int = 2) -> dict[str, Any]:
         for name, format in FORMATS.items():
             shape = (12, 16 + (PADDING if name == "padded" else 0))
             cut = "tp" if name in ("block", "ue8m0", "channel") else None
-            target[f"h.{i}.{name}"] = like(rollout, shape, format.codes, "tp")
+            target[f"h.{i}.{name}"] = like(rollout, format.stored_shape(shape), format.stored, "tp")
             target[f"h.{i}.{name}_scale"] = like(rollout, SCALES[name], format.scale_dtype, cut)
     return target
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
-from hypothesis import strategies as st
+from hypothesis import assume, strategies as st
 from random_problems import Case, cuts, expressions, fill, layouts
 
+import shardfly_jax as sf
 from shardfly_jax import formats
 from shardfly_jax.sharding.grids import grid_shape
 from shardfly_jax.sharding.language import Expr, fuse, scale_of, src
@@ -18,19 +20,39 @@ from shardfly_jax.sharding.mapping import Mapping
 from shardfly_jax.sharding.problem import TargetTree
 from shardfly_jax.sharding.quantization import Format
 
-FORMATS = [
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SmallFp4(formats.MxFp4):
+    """Blocks that small shards share."""
+
+    @property
+    def block(self) -> tuple[int | None, int | None]:
+        return 1, 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fp4Tensor(formats.Fp8Tensor):
+    """Half a byte, and scopes that a layout decides."""
+
+    codes = "float4_e2m1fn"
+    largest = divisor = 6.0
+
+
+FORMATS: list[Format] = [
     formats.Fp8Block(rows=2, columns=3), formats.Fp8Block(rows=4, columns=2, scale="power_of_two"),
     formats.Fp8Block(rows=1, columns=4, scale="e8m0"), formats.Fp8Block(rows=3, columns=1, formula="factor"),
     formats.Fp8Block(), formats.Fp8Channel(formula="divide"), formats.Fp8Channel(local=True), formats.Int8Channel(),
     formats.Fp8Tensor(), formats.Fp8Tensor(per="part"), formats.Fp8Tensor(per="rank"), formats.MxFp8(),
+    formats.triton_mxfp4(), SmallFp4(), SmallFp4(carry=1 << 21), Fp4Tensor(per="rank", formula="divide"),
 ]  # fmt: skip
+PACKED = [format for format in FORMATS if format.per_byte > 1]
 
 
 @st.composite
 def payload_layouts(
     draw: Callable, shape: tuple[int, ...], format: Format, max_ranks: int, fused: tuple[int, int] | None
 ) -> Layout:
-    """A layout whose cuts no block crosses."""
+    """A layout of the codes of values of a shape, whose cuts no block crosses, and which are not inside a byte."""
     axes: list[list[tuple[int, int]]] = []
     for a, n in enumerate(shape):
         block = format.block[a - len(shape)] if a >= len(shape) - 2 else 1
@@ -39,22 +61,24 @@ def payload_layouts(
         elif fused or math.prod(map(len, axes)) > max_ranks // 2:
             axes.append([(0, n)])
         elif block is None:
-            axes.append(draw(cuts(n)))
+            grain = format.per_byte if a == len(shape) - 1 else 1
+            axes.append([(lo * grain, hi * grain) for lo, hi in draw(cuts(n // grain))])
         else:
             axes.append([(lo * block, min(hi * block, n)) for lo, hi in draw(cuts(-(-n // block)))])
     boxes = list(itertools.product(*axes))
     if len(boxes) > max_ranks:
         boxes = [tuple((0, n) for n in shape)]
+    boxes = [(*outer, (lo // format.per_byte, hi // format.per_byte)) for *outer, (lo, hi) in boxes]
     boxes = boxes * draw(st.integers(1, max(1, max_ranks // len(boxes))))
     ranks = draw(st.permutations(range(len(boxes))))
     strides = None
     if len(shape) == 2 and draw(st.integers(0, 3)) == 0:  # held transposed
         strides = {rank: (1, box[0][1] - box[0][0]) for rank, box in zip(ranks, boxes, strict=True)}
-    return Layout(shape, format.codes, dict(zip(ranks, boxes, strict=True)), strides)
+    return Layout(format.stored_shape(shape), format.stored, dict(zip(ranks, boxes, strict=True)), strides)
 
 
 @st.composite
-def quantized_cases(draw: Callable, max_depth: int = 2, max_ranks: int = 8) -> Case:
+def quantized_cases(draw: Callable, max_depth: int = 2, max_ranks: int = 8, among: Sequence[Format] = FORMATS) -> Case:
     """A random trainer, one or two rollouts with codes and scales."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     first = draw(st.integers(0, 1))
@@ -83,10 +107,12 @@ def quantized_cases(draw: Callable, max_depth: int = 2, max_ranks: int = 8) -> C
     while len(shape) < 2:
         axes = " ".join("ab"[: len(shape)])
         value, shape = value.rearrange(f"{axes} -> 1 {axes}".strip()), (1, *shape)
-    format = draw(st.sampled_from(FORMATS))
+    format = draw(st.sampled_from(among))
+    if shape[-1] % format.per_byte:
+        value, shape = value.repeat(format.per_byte, axis=-1), (*shape[:-1], shape[-1] * format.per_byte)
     fused = None
     if draw(st.integers(0, 2)) == 0:
-        axis = draw(st.integers(0, len(shape) - 1))
+        axis = draw(st.integers(0, len(shape) - (1 if format.per_byte == 1 else 2)))
         block = (*(1,) * (len(shape) - 2), *format.block)[axis] or 1
         per = [k for k in range(1, shape[axis] + 1) if shape[axis] % k == 0 and shape[axis] // k % block == 0]
         if per and max(per) <= max_ranks:
@@ -133,7 +159,21 @@ def quantized_cases(draw: Callable, max_depth: int = 2, max_ranks: int = 8) -> C
         ranks = 1 + max(rank for layout in names_.values() for rank in layout.ranks)
         mapping = Mapping({"m.{i}.t": value.quantize(format), "m.{i}.s": expr})
         trees.append(TargetTree(name=f"r{number}", tensors=names_, mapping=mapping, ranks=ranks))
-    return Case(arrays, sources, source_ranks, trees)
+    case = Case(arrays, sources, source_ranks, trees)
+    if format.per_byte > 1:
+        assume(not _is_refused(case))
+    return case
+
+
+def _is_refused(case: Case) -> bool:
+    """Whether two codes of some byte lie apart."""
+    try:
+        case.plan()
+    except sf.PlanError as error:
+        if not all("Cut sources, and join parts, at even columns" in fault for fault in error.faults):
+            raise
+        return True
+    return False
 
 
 def _grid(format: Format, shape: tuple[int, ...], layout: Layout, fused: tuple[int, int] | None) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from checks import cut
 from hypothesis import HealthCheck, given, settings
 from jax.sharding import AbstractMesh, Mesh
 from random_problems import Case, cases, expected_buffers, source_buffers
-from random_quantized import quantized_cases
+from random_quantized import PACKED, Fp4Tensor, quantized_cases
 
 import shardfly_jax as sf
 from shardfly_jax import formats
@@ -108,6 +108,18 @@ def test_executors_refuse_values_that_are_not_finite(
 @given(quantized_cases(max_depth=1))
 def test_xla_executor_quantizes_as_the_mapping_means(case: Case) -> None:
     run_on_poisoned_buffers(case, XlaExecutor, jax.local_devices())
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=SLOW)
+@given(quantized_cases(max_depth=1, among=PACKED))
+def test_xla_executor_packs_codes_as_the_mapping_means(case: Case) -> None:
+    run_on_poisoned_buffers(case, XlaExecutor, jax.local_devices())
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
+@given(quantized_cases(among=PACKED))
+def test_host_executor_packs_codes_as_the_mapping_means(case: Case) -> None:
+    run_on_poisoned_buffers(case, HostExecutor, jax.local_devices())
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=SLOW)
@@ -226,7 +238,8 @@ FORMATS = [
     formats.vllm_fp8_block(), formats.slime_fp8_block(), formats.nemo_fp8_block(), formats.deepgemm_ue8m0(),
     formats.Fp8Block(formula="divide", floor=0.0), formats.Fp8Block(scale="e8m0", floor=0.0),
     formats.sglang_fp8_tensor(), formats.ocp_mxfp8(), formats.vllm_mxfp8(), formats.vllm_mxfp8_round_up(),
-    formats.Int8Channel(), formats.Fp8Channel(),
+    formats.Int8Channel(), formats.Fp8Channel(), formats.ocp_mxfp4(), formats.triton_mxfp4(),
+    formats.compressed_tensors_mxfp4(), Fp4Tensor(), Fp4Tensor(formula="divide"), Fp4Tensor(formula="factor"),
 ]  # fmt: skip
 
 
@@ -246,30 +259,33 @@ def test_quantization_agrees_bit_for_bit_on_a_million_values(
     x[~np.isfinite(x.astype(np.float32))] = 0
     x[:3] = 0
     x[2] = -x[2]
-    rule = conversion(source, (Encode(format),), format.codes)
+    rule = conversion(source, (Encode(format),), format.stored)
     scale = conversion(source, (Amax(), ToScale(format)), format.scale_dtype)
-    want, want_scales = rule.apply(x, (1,)), scale.apply(x, (1,))
+    x = x.reshape(4096, -1, format.per_byte)  # codes that share a byte are neighbours on an axis of their own
+    want, want_scales = rule.apply(x, (1, 2), packed=2), scale.apply(x, (1, 2))
     have, have_scales = np.empty_like(want), np.empty_like(want_scales)
-    hostquantize.encode(have, x, rule, (1,), None)
-    hostquantize.scales(have_scales, x, scale, (1,))
+    hostquantize.encode(have, x, rule, (1, 2), None)
+    hostquantize.scales(have_scales, x, scale, (1, 2))
     assert have.tobytes() == want.tobytes()
     assert have_scales.tobytes() == want_scales.tobytes()
     on_device = jax.device_put(x, jax.local_devices(backend=platform)[0])
     for chain, bits in ((rule, want), (scale, want_scales)):
         done, worst = jax.jit(
-            functools.partial(convert.apply_watched, chain, within=(1,)), compiler_options=convert.EXACT
+            functools.partial(convert.apply_watched, chain, within=(1, 2), packed=2), compiler_options=convert.EXACT
         )(on_device)
         assert np.asarray(done).tobytes() == bits.tobytes()
-        assert int(worst) == int(Amax().apply(x, (0, 1))[0, 0])
+        assert int(worst) == int(Amax().apply(x, (0, 1, 2)).item())
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=[f"{type(f).__name__}-{k}" for k, f in enumerate(FORMATS)])
 def test_host_codes_of_ordinary_weights_are_the_formats_own(format: formats.Format, rng: np.random.Generator) -> None:
     """The fast path, which blocks of tiny values do not take."""
     x = rng.standard_normal((4096, 256), np.float32) * np.float32(0.02)
-    rule = conversion("float32", (Encode(format),), format.codes)
-    have, want = np.empty(x.shape, np_dtype(format.codes)), rule.apply(x, (1,))
-    hostquantize.encode(have, x, rule, (1,), None)
+    rule = conversion("float32", (Encode(format),), format.stored)
+    x = x.reshape(4096, -1, format.per_byte)
+    want = rule.apply(x, (1, 2), packed=2)
+    have = np.empty_like(want)
+    hostquantize.encode(have, x, rule, (1, 2), None)
     assert have.tobytes() == want.tobytes()
 
 

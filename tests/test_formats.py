@@ -7,20 +7,24 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 import pytest
+from random_quantized import Fp4Tensor
 
 import shardfly_jax as sf
 from shardfly_jax import formats
 from shardfly_jax.sharding.formats import np_dtype
 from shardfly_jax.sharding.grids import block_indices, grid_runs, grid_shape, quantize
-from shardfly_jax.sharding.quantization import Format, format_class
+from shardfly_jax.sharding.quantization import Format, MxBlock, format_class
 
 E4M3 = ml_dtypes.float8_e4m3fn
+FLOAT4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 TINY = float(np.finfo(np.float32).tiny)
 PRESETS = [
     formats.vllm_fp8_block(), formats.sglang_fp8_block(), formats.slime_fp8_block(), formats.nemo_fp8_block(),
     formats.deepgemm_ue8m0(), formats.vllm_fp8_channel(), formats.vllm_fp8_tensor(), formats.sglang_fp8_tensor(),
     formats.ocp_mxfp8(), formats.vllm_mxfp8(), formats.vllm_mxfp8_round_up(), formats.Int8Channel(),
     formats.Fp8Block(rows=3, columns=5, scale="e8m0"), formats.Fp8Channel(floor=1e-6), formats.Fp8Tensor(),
+    formats.ocp_mxfp4(), formats.triton_mxfp4(), formats.compressed_tensors_mxfp4(), Fp4Tensor(),
+    Fp4Tensor(formula="divide"), Fp4Tensor(formula="factor"),
 ]  # fmt: skip
 NAMES = [f"{type(f).__name__}-{k}" for k, f in enumerate(PRESETS)]
 
@@ -34,16 +38,17 @@ def rounded(x: float) -> float:
 def scale_by_hand(f: Format, amax: float) -> tuple[float, float]:
     """Stored scale and the number by which values are multiplied (or, negative, divided)."""
     a = max(0.0 if amax < TINY else amax, float(np.float32(f.floor)))
-    if isinstance(f, formats.MxFp8):
+    if isinstance(f, MxBlock):
         a = max(a, TINY)
         if f.rounding == "ceil":
-            a = rounded(a / 448)
+            a = rounded(a / f.divisor)
             if a == 0:
                 return 0, 2.0**127
         # exactly: powers of two and comparisons of float64 numbers that hold float32 ones
         e = -200
         while 2.0 ** (e + 1) <= a:
             e += 1
+        e += 1.75 * 2.0**e <= a if f.carry else 0
         e = e + (2.0**e < a) if f.rounding == "ceil" else e - f.shift
         e = min(max(e, -127), 126)
         return e + 127, 2.0**-e
@@ -69,6 +74,9 @@ def code_by_hand(f: Format, x: float, by: float) -> object:
     y = min(max(y, -f.largest), f.largest)
     if f.codes == "int8":
         return np.int8(round(y))  # Python rounds ties to even
+    if f.codes == "float4_e2m1fn":  # the nearest number, of two the one with the even code; then the sign
+        k = min(range(8), key=lambda k: (abs(FLOAT4[k] - abs(y)), k % 2))
+        return np.uint8(k + 8 * (np.copysign(1, y) < 0))
     return np.float64(y).astype(E4M3)
 
 
@@ -99,6 +107,10 @@ VALUES = {
     "one huge value of bfloat16": np.float32([3.3e38, *[1.0] * 31]).astype(ml_dtypes.bfloat16),
     "edges of e4m3": np.float32([448, -448, 447.9, -447.9, 464, -464, 432, 2**-9, 2**-10, -(2**-10), 2**-6, 0] * 2),
     "ties": np.float32([448, *np.arange(-15, 16) * 0.0625 + 0.03125]),
+    "ties of e2m1": np.float32([6, *(np.arange(-15, 16) * 0.25)]),
+    "ties of e2m1 that amax rounds up": np.float32([7, 3.5, -3.5, *(np.arange(-14, 15) * 0.5)]),
+    "amax next to 1.75": np.float32([1.75, *[np.nextafter(np.float32(0.875), np.float32(0))] * 31]),
+    "amax below 1.75": np.float32([np.nextafter(np.float32(1.75), np.float32(0)), *[-0.25, 0.125] * 15, -0.0]),
     "ties of int8": np.float32([127, *np.arange(-15, 16) + 0.5]),
     "below every floor": np.float32([1e-13, -2e-14] * 16),
     "between the floors": np.float32([3e-5, -1e-6] * 16),
@@ -218,6 +230,15 @@ def test_segments_share_a_scale_where_they_share_an_index(rng: np.random.Generat
     assert not any(run.whole for run in runs)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OddBlocks(formats.MxFp4):
+    """The middle byte of two blocks would be of both."""
+
+    @property
+    def block(self) -> tuple[int | None, int | None]:
+        return 1, 5
+
+
 def test_a_new_format_is_one_class(rng: np.random.Generator) -> None:
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class E5M2Rows(Format):
@@ -243,6 +264,8 @@ def test_a_new_format_is_one_class(rng: np.random.Generator) -> None:
         lambda: formats.Fp8Block(rows=0), lambda: formats.Fp8Block(formula="fast"),
         lambda: formats.Fp8Block(scale="e8m0", formula="factor"), lambda: formats.Fp8Block(scale="e4m3"),
         lambda: formats.Fp8Tensor(per="row"), lambda: formats.MxFp8(rounding="up"), lambda: formats.MxFp8(shift=-1),
+        lambda: formats.MxFp4(carry=1), lambda: formats.MxFp4(rounding="ceil", carry=1 << 21),
+        lambda: OddBlocks(), lambda: quantize(formats.MxFp4(), np.ones((4, 33), np.float32)),
         lambda: quantize(formats.Fp8Block(), np.ones(4, np.float32)),
     ],
 )  # fmt: skip

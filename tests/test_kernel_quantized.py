@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from kernel_interpreter import Fault
 from kernel_jobs import Job, compile_transfer
 from random_problems import Case, fill
-from random_quantized import quantized_cases
+from random_quantized import PACKED, Fp4Tensor, quantized_cases
 
 import shardfly_jax as sf
 from shardfly_jax import formats
@@ -39,6 +39,14 @@ def test_the_kernel_quantizes_as_the_mapping_means(case: Case, devices: int, in_
     job.check()
 
 
+@RANDOM
+@given(quantized_cases(among=PACKED), st.integers(1, 3), SEEDS)
+def test_the_kernel_packs_codes_as_the_mapping_means(case: Case, devices: int, seed: int) -> None:
+    job = Job(case, devices=devices)
+    job.update(seed)
+    job.check()
+
+
 def matrix(
     format: formats.Format,
     shape: tuple[int, int],
@@ -59,7 +67,7 @@ def matrix(
     if scales_turned:
         grid, scales = grid[::-1], scales.rearrange("a b -> b a")
     held = {"w": cut(shape, dtype, axis, sources)}
-    whole = {"t": (to, format.codes), "s": (grid, format.scale_dtype)}
+    whole = {"t": (format.stored_shape(to), format.stored), "s": (grid, format.scale_dtype)}
     tensors = {
         name: sf.Layout(s, kind, {rank: [(0, n) for n in s] for rank in range(replicas)})
         for name, (s, kind) in whole.items()
@@ -75,6 +83,7 @@ SIZED = [
     (formats.Fp8Block(rows=1, columns=128, scale="e8m0"), [128, 48, 256]), (formats.MxFp8(), [32, 64, 160]),
     (formats.Fp8Channel(), [64, 144, 272]), (formats.Int8Channel(), [64, 272]), (formats.Fp8Tensor(), [48, 272]),
     (formats.Fp8Block(rows=24, columns=48, formula="factor", floor=0.0), [48, 144]),
+    (formats.triton_mxfp4(), [32, 48, 80]),
 ]  # fmt: skip
 
 
@@ -141,6 +150,16 @@ def test_blocks_that_no_tile_holds_are_reduced_into_slots_beside_their_source(fo
     job.check()
 
 
+@pytest.mark.parametrize("turned", [True, False])
+def test_codes_that_share_a_byte_are_written_byte_by_byte_after_tiles_have_found_maxima(turned: bool) -> None:
+    job = Job(matrix(formats.triton_mxfp4(), (64, 96), turned=turned))
+    kind = r.BLOCK_TRANSPOSE if turned else r.BLOCK_ROWS
+    pairs = r.ENCODE_ELEMENTS, q.READS_AMAX | q.WRITES_CODES
+    assert records(job) == [(kind, q.RAISES_AMAX), pairs, (r.ELEMENTS, 0)]
+    job.update(4)
+    job.check()
+
+
 @pytest.mark.parametrize("sources", [1, 2])
 def test_slots_are_read_in_chunks_soon_after_they_are_filled(sources: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slot_chunks, "CHUNK_NBYTES", 64 << 10)
@@ -183,7 +202,8 @@ FORMATS = [
     formats.vllm_fp8_block(), formats.slime_fp8_block(), formats.nemo_fp8_block(), formats.deepgemm_ue8m0(),
     formats.Fp8Block(formula="divide", floor=0.0), formats.Fp8Block(scale="e8m0", floor=0.0),
     formats.sglang_fp8_tensor(), formats.ocp_mxfp8(), formats.vllm_mxfp8(), formats.vllm_mxfp8_round_up(),
-    formats.Int8Channel(), formats.Fp8Channel(), formats.vllm_fp8_channel(),
+    formats.Int8Channel(), formats.Fp8Channel(), formats.vllm_fp8_channel(), formats.triton_mxfp4(),
+    formats.compressed_tensors_mxfp4(), Fp4Tensor(formula="divide"), Fp4Tensor(formula="factor"),
 ]  # fmt: skip
 
 
@@ -219,7 +239,8 @@ def test_codes_and_scales_of_every_class_of_value_are_the_formats_own(
         x = awkward(source, 144, 64, rng)
         case = matrix(format, x.T.shape if turned else x.shape, source, turned=turned, values=x.T if turned else x)
         job = Job(case)
-        assert {kind for kind, _ in records(job)} <= {*BLOCK_KINDS, r.ELEMENTS}
+        by_element = {r.ENCODE_ELEMENTS} if format.per_byte > 1 else set()
+        assert {kind for kind, _ in records(job)} <= {*BLOCK_KINDS, r.ELEMENTS} | by_element
         job.update(int(rng.integers(2**32)))
         job.check()
 
@@ -231,6 +252,7 @@ def test_codes_and_scales_of_every_class_of_value_are_the_formats_own(
         (formats.Fp8Block(), (64, 272)),
         (formats.Fp8Channel(), (64, 272)),
         (formats.Fp8Block(rows=3, columns=5), (9, 20)),  # an element at a time
+        (formats.triton_mxfp4(), (40, 64)),
     ],
 )
 def test_values_that_are_not_finite_are_reported_with_their_tensor(
@@ -274,7 +296,7 @@ class Wide(formats.Fp8Block):
 
 def test_codes_that_the_kernel_cannot_make_are_a_reason_against_it() -> None:
     assert optable.why_unsupported(matrix(Wide(), (64, 64)).plan()) == (
-        "codes of dtype float8_e5m2 are not among float8_e4m3fn, int8"
+        "codes of dtype float8_e5m2 are not among float8_e4m3fn, int8, float4_e2m1fn"
     )
     for format in FORMATS:
         assert optable.why_unsupported(matrix(format, (64, 64), sources=2).plan()) is None
@@ -345,7 +367,7 @@ CONVERSIONS = {
     for number, format in enumerate(FORMATS)
     for source in (["bfloat16", "float32"] if number == 0 else ["float16", "bfloat16"][number % 2 : number % 2 + 1])
     for what, steps, target in (
-        ("codes", (Encode(format),), format.codes), ("scales", (Amax(), ToScale(format)), format.scale_dtype),
+        ("codes", (Encode(format),), format.stored), ("scales", (Amax(), ToScale(format)), format.scale_dtype),
     )
 }  # fmt: skip
 CONVERSIONS["maxima"] = conversion("bfloat16", (Amax(),), "uint32")

@@ -61,6 +61,12 @@ def require(model: Model, quantization: Any, names: tuple[str, ...], engine: str
     """Raises:
     PlanError: A name that the engine does not take, or a family that is not described quantized.
     """
+    if model.family == "gpt_oss" and quantization == "mxfp4":
+        raise PlanError(
+            f"engine: quantization of {engine} is 'mxfp4', but each of its kernels for that rearranges experts after "
+            "loading (triton_kernels swizzles, Marlin repacks, FlashInfer shuffles). Write the hub's names with "
+            "engines.hf.rollout(quantization='mxfp4'), and hand them to the engine's own loader."
+        )
     if not isinstance(quantization, str) or quantization not in names:
         raise PlanError(f"engine: quantization of {engine} is {quantization!r}, but one of {list(names)} is needed.")
     if model.family not in FAMILIES:
@@ -164,7 +170,7 @@ def side(builder: FusedBuilder, format: Format) -> Side:
         if not name.endswith(QUANTIZED):
             leaves[name] = leaf
             continue
-        leaves[name] = jax.ShapeDtypeStruct(leaf.shape, np_dtype(format.codes), sharding=leaf.sharding)
+        leaves[name] = jax.ShapeDtypeStruct(leaf.shape, np_dtype(format.stored), sharding=leaf.sharding)
         shape, sharding = grid_shape(format, leaf.shape, PLAIN), leaf.sharding
         if isinstance(format, Fp8Tensor):
             shape, sharding = _one_per_rank(builder, leaf)

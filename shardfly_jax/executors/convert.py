@@ -24,7 +24,7 @@ from shardfly_jax.sharding.formats import (
     np_dtype,
     number,
 )
-from shardfly_jax.sharding.quantization import BIAS, E8M0_LARGEST, Format
+from shardfly_jax.sharding.quantization import BIAS, E8M0_LARGEST, FLOAT4_FIRST, Format
 
 EXACT = {"xla_allow_excess_precision": False}
 """Compiler options under which XLA keeps every rounding; it would drop one to float16 between two float32 steps."""
@@ -45,14 +45,22 @@ def as_bits(x: jax.Array) -> jax.Array:
 
 
 def apply(
-    conversion: Conversion, x: jax.Array, within: tuple[int, ...] = (), amax: jax.Array | None = None
+    conversion: Conversion,
+    x: jax.Array,
+    within: tuple[int, ...] = (),
+    amax: jax.Array | None = None,
+    packed: int = -1,
 ) -> jax.Array:
     """`Conversion.apply`; returns the bits of the result. Traceable."""
-    return apply_watched(conversion, x, within, amax)[0]
+    return apply_watched(conversion, x, within, amax, packed)[0]
 
 
 def apply_watched(
-    conversion: Conversion, x: jax.Array, within: tuple[int, ...] = (), amax: jax.Array | None = None
+    conversion: Conversion,
+    x: jax.Array,
+    within: tuple[int, ...] = (),
+    amax: jax.Array | None = None,
+    packed: int = -1,
 ) -> tuple[jax.Array, jax.Array]:
     """`apply`, and the largest bits of `amax` that a scale was made of: at least `NOT_FINITE` where one was refused."""
     worst = jnp.uint32(0)
@@ -77,7 +85,7 @@ def apply_watched(
             case Encode(format):
                 amax = _amax(x, within) if amax is None else amax
                 worst = jnp.maximum(worst, amax.max(initial=0))
-                x = _encoded(format, x, amax)
+                x = _encoded(format, x, amax, packed)
     return as_bits(x), worst
 
 
@@ -90,7 +98,7 @@ def _amax(x: jax.Array, within: tuple[int, ...]) -> jax.Array:
 def _exponents(format: Format, amax: jax.Array) -> jax.Array:
     """uint32 exponents of power-of-two scales plus 127; `Format.exponents`."""
     if format.rounding == "floor":
-        exponent = jnp.maximum(amax >> 23, 1).astype(jnp.int32) - format.shift
+        exponent = jnp.maximum((amax + jnp.uint32(format.carry)) >> 23, 1).astype(jnp.int32) - format.shift
         return jnp.clip(exponent, 0, E8M0_LARGEST).astype(jnp.uint32)
     bits = lax.bitcast_convert_type(_quotients(format, amax), jnp.uint32)
     exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
@@ -133,15 +141,26 @@ def _scales(format: Format, amax: jax.Array) -> jax.Array:
     return _steps(format, amax)
 
 
-def _encoded(format: Format, x: jax.Array, amax: jax.Array) -> jax.Array:
+def _encoded(format: Format, x: jax.Array, amax: jax.Array, packed: int) -> jax.Array:
     values = _flush(_cast(x, jnp.dtype("float32")))
     if format.formula == "divide" and format.scale == "float32":
         values = _quotient(values, _steps(format, amax))
     else:
         values = values * lax.optimization_barrier(jnp.broadcast_to(_factors(format, amax), x.shape))
     values = jnp.clip(values, jnp.float32(-format.largest), jnp.float32(format.largest))
+    if format.per_byte > 1:
+        low, high = (lax.slice_in_dim(_float4(values), half, None, 2, packed) for half in (0, 1))
+        return low | high << 4
     target = jnp.dtype(np_dtype(format.codes))
     return (jnp.round(values) if target.kind == "i" else values).astype(target)
+
+
+def _float4(x: jax.Array) -> jax.Array:
+    """Bits of float32 numbers rounded to float4_e2m1fn, uint8; by comparisons, which no backend does its own way."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    size = bits & 0x7FFFFFFF
+    code = sum((size >= first).astype(jnp.uint8) for first in FLOAT4_FIRST)
+    return (bits >> 31 << 3).astype(jnp.uint8) | code
 
 
 def _opaque(value: float, shape: tuple[int, ...]) -> jax.Array:

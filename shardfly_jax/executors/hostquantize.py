@@ -1,13 +1,13 @@
 """Quantization of strided views of host memory: the largest values of blocks, and their codes.
 
-Work goes in the source's order, in parts that fit the cache and hold whole blocks; only codes, a byte each, are
+Work goes in the source's order, in parts that fit the cache and hold whole blocks; only codes, a byte at most, are
 transposed. Equal bit for bit to `sharding.formats`, which is slower.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -85,7 +85,8 @@ def encode(
     """Writes the codes of a view.
 
     Args:
-      target, source: Views of one shape, of the conversion's dtypes.
+      target, source: Views of one shape, of the conversion's dtypes. Where codes share a byte, the target has length 1
+        on the axis on which they are neighbours.
       conversion: Ends in `Encode`.
       within: Axes inside a block.
       bits: The maximum of each element's block, a view of the same shape; found here if None.
@@ -101,7 +102,8 @@ def encode(
         bits = bits[tuple(slice(0, 1) if axis in within else slice(None) for axis in range(source.ndim))]
     elif source.size > PART_SIZE and not outer:  # one large block
         bits = amax(source, conversion, within)
-    for part in _parts(source, outer if bits is None else range(source.ndim)):
+    packed = next((axis for axis, n in enumerate(source.shape) if target.shape[axis] != n), -1)
+    for part in _parts(source, [axis for axis in (outer if bits is None else range(source.ndim)) if axis != packed]):
         order = _order(source[part])
         values = conversion.values(np.asarray(source[part].transpose(order), order="C"))
         if bits is None:
@@ -109,7 +111,7 @@ def encode(
         else:
             at = tuple(slice(None) if axis in within else cut for axis, cut in enumerate(part))
             of_block = bits[at].transpose(order)
-        codes = _codes(conversion.steps[-1], values, of_block)
+        codes = _codes(conversion.steps[-1], values, of_block, order.index(packed) if packed >= 0 else -1)
         hostcopy.copy(target[part].transpose(order), codes, Conversion(conversion.target, (), conversion.target))
 
 
@@ -122,12 +124,13 @@ def _largest(values: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
     return np.where(found < 0x800000, np.uint32(0), found)
 
 
-def _codes(step: object, values: np.ndarray, bits: np.ndarray) -> np.ndarray:
+def _codes(step: object, values: np.ndarray, bits: np.ndarray, packed: int) -> np.ndarray:
+    """`Encode.apply`, by a table."""
     assert isinstance(step, Encode)
     check_finite(bits)
     format, largest = step.format, bits.view(np.float32)
     if largest.min(initial=np.inf) < SMALL_AMAX or (format.formula == "divide" and format.scale == "float32"):
-        return format.encode(values, largest)
+        return step.apply(values, bits, packed)
     scaled = np.multiply(values.astype(np.float32), format.factors(largest))
     np.clip(scaled, np.float32(-format.largest), np.float32(format.largest), out=scaled)
     target = np_dtype(format.codes)
@@ -138,7 +141,7 @@ def _codes(step: object, values: np.ndarray, bits: np.ndarray) -> np.ndarray:
     words = scaled.view(np.uint32)
     top = (words >> 16).astype(np.uint16)
     top |= (words & 0xFFFF) != 0  # what is cut off still decides ties
-    return _table(format)[top].view(target)
+    return format.pack(_table(format)[top].view(target), packed)
 
 
 @functools.cache
@@ -154,7 +157,7 @@ def _order(x: np.ndarray) -> list[int]:
     return sorted(range(x.ndim), key=lambda axis: -abs(x.strides[axis]))
 
 
-def _parts(source: np.ndarray, axes: range | list[int]) -> Iterator[tuple[slice, ...]]:
+def _parts(source: np.ndarray, axes: Sequence[int]) -> Iterator[tuple[slice, ...]]:
     """Cuts a view along some axes into parts of about `PART_SIZE` elements, each as dense in memory as can be."""
     order = [axis for axis in _order(source) if axis in axes]
 

@@ -21,7 +21,16 @@ from shardfly_jax.executors.strided import Region, indices, region
 from shardfly_jax.sharding.errors import StaleBuffer
 from shardfly_jax.sharding.formats import Conversion, ToScale, check_finite
 from shardfly_jax.sharding.layouts import dense_strides
-from shardfly_jax.sharding.moves import Move, View, reduced_axes, source_key, source_view, target_key, target_view
+from shardfly_jax.sharding.moves import (
+    Move,
+    View,
+    packed_axis,
+    reduced_axes,
+    source_key,
+    source_view,
+    target_key,
+    target_view,
+)
 from shardfly_jax.sharding.plan import Plan, slot_key, staging_sizes
 
 
@@ -132,7 +141,7 @@ class XlaExecutor:
             return _gather(source, view, conversion), None
         if amax is not None:
             amax = jax.device_put(amax, next(iter(source.devices())))
-        return _gather_watched(source, view, conversion, within, amax)
+        return _gather_watched(source, view, conversion, within, packed_axis(move), amax)
 
 
 def _without_reduced(view: View) -> View:
@@ -153,28 +162,28 @@ def _larger(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.maximum(x, y)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3), compiler_options=convert.EXACT)
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4), compiler_options=convert.EXACT)
 def _watched_region(
-    x: jax.Array, where: Region, conversion: Conversion, within: tuple[int, ...], starts: jax.Array, amax: Any
+    x: jax.Array, where: Region, rule: Conversion, within: tuple[int, ...], packed: int, starts: jax.Array, amax: Any
 ) -> tuple[jax.Array, jax.Array]:
-    return convert.apply_watched(conversion, where.read(x.reshape(-1), starts), within, amax)
+    return convert.apply_watched(rule, where.read(x.reshape(-1), starts), within, amax, packed)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3), compiler_options=convert.EXACT)
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4), compiler_options=convert.EXACT)
 def _watched_elements(
-    x: jax.Array, view: View, conversion: Conversion, within: tuple[int, ...], amax: Any
+    x: jax.Array, view: View, rule: Conversion, within: tuple[int, ...], packed: int, amax: Any
 ) -> tuple[jax.Array, jax.Array]:
-    return convert.apply_watched(conversion, _elements(x, view), within, amax)
+    return convert.apply_watched(rule, _elements(x, view), within, amax, packed)
 
 
 def _gather_watched(
-    x: jax.Array, view: View, conversion: Conversion, within: tuple[int, ...], amax: jax.Array | None
+    x: jax.Array, view: View, rule: Conversion, within: tuple[int, ...], packed: int, amax: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     found = region(view, x.size)
     if found is None:
-        return _watched_elements(x, view, conversion, within, amax)
+        return _watched_elements(x, view, rule, within, packed, amax)
     where, starts = found
-    return _watched_region(x, where, conversion, within, starts, amax)
+    return _watched_region(x, where, rule, within, packed, starts, amax)
 
 
 def _elements(x: jax.Array, view: View) -> jax.Array:
