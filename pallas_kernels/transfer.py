@@ -36,9 +36,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from shardfly_jax.pallas_kernels import addresses as m, tiles
-from shardfly_jax.pallas_kernels.blocks import Side, encode_elements, quantize_blocks, reduce_elements
-from shardfly_jax.pallas_kernels.conversions import fills
+from shardfly_jax.pallas_kernels import addresses as m
 from shardfly_jax.pallas_kernels.emit import Int, const, for_range, if_else, when, while_loop
 from shardfly_jax.pallas_kernels.launch_words import (
     ABORTED,
@@ -71,10 +69,9 @@ from shardfly_jax.pallas_kernels.launch_words import (
     VERSION,
     launch_size,
 )
-from shardfly_jax.pallas_kernels.packing import encode_pairs, maxima, packs
+from shardfly_jax.pallas_kernels.record import Record
 from shardfly_jax.sharding import records as r
 from shardfly_jax.sharding.formats import Conversion
-from shardfly_jax.sharding.quantized_ops import quantizes, quantizes_elements
 
 WORKERS = 3
 """Of a block that moves tiles. ptxas lets a thread have 65,536 registers over the block's threads, 168 here. With a
@@ -225,7 +222,7 @@ class Worker:
 
             def do_tile(record: Int, parity: Int, number: Int) -> list[Int]:
                 record = self.seek(record, number)
-                return [record, self.do_tile(self.record_at(record), record, number, parity), number + 1]
+                return [record, self.do_tile(record, number, parity), number + 1]
 
             record, parity, _ = while_loop([record, parity, first], has_tile, do_tile)
             return [claimed, error, record, parity]
@@ -287,15 +284,16 @@ class Worker:
         at = self.addresses + index * 8
         return m.load_shared(at).wide() | m.load_shared(at + 4).wide() << 32
 
-    def do_tile(self, at: Int, record: Int, number: Int, parity: Int) -> Int:
-        """Waits for, moves and signals one tile; returns the barrier's parity after it."""
-        word = functools.partial(m.load_word, at)
-        kind, convert = word(r.KIND), word(r.CONVERT)
-        tile, remote = self.decode(at, number), word(r.REMOTE)
+    def do_tile(self, index: Int, number: Int, parity: Int) -> Int:
+        """Waits for, moves and signals one tile of a record; returns the barrier's parity after it."""
+        refuse = functools.partial(self.refuse, index)
+        record = Record(at=self.record_at(index), base=self.base, refuse=refuse)
+        word, kind, convert, remote = record.word, *map(record.word, (r.KIND, r.CONVERT, r.REMOTE))
+        tile = record.tile(number, thread=self.thread, shared=self.tile, barrier=self.barrier)
 
         def wait() -> Int:
             with when(self.leads):
-                self.await_counter(record, word(r.WAIT_INBOX), word(r.WAIT), word(r.WAIT_COUNT))
+                self.await_counter(index, word(r.WAIT_INBOX), word(r.WAIT), word(r.WAIT_COUNT))
                 m.store_shared(self.shared + 4, m.read_word(self.state + 4 * ERROR))
             m.barrier()
             error = m.load_shared(self.shared + 4)
@@ -304,7 +302,7 @@ class Worker:
 
         failed = if_else(word(r.WAIT) != 0xFFFFFFFF, wait, lambda: const(0))
         with when(failed == 0):
-            self.move(tile, record, kind, convert, remote, parity)
+            record.move(tile, self.conversions, kind, convert, remote, parity)
             with when((word(r.SIGNAL) & word(r.SIDE_SIGNAL)) != 0xFFFFFFFF):  # one of them is a counter
                 self.publish()
                 for signal, inbox in ((r.SIGNAL, r.SIGNAL_INBOX), (r.SIDE_SIGNAL, r.SIDE_INBOX)):
@@ -313,115 +311,10 @@ class Worker:
         bulk = (failed == 0) & (kind == r.ROWS) & (remote != 0)
         return bulk.where(parity ^ 1, parity)
 
-    def decode(self, at: Int, number: Int) -> tiles.Tile:
-        """What a tile of a record reads."""
-        word, pair = functools.partial(m.load_word, at), functools.partial(m.load_pair, at)
-        rest = number - word(r.FIRST_TILE)
-        first, count = [], []
-        for tiles_of, size, extent in ((r.TILES_4, r.TILE_4, 4), (r.TILES_3, r.TILE_3, 3)):
-            n = word(tiles_of)
-            start = rest % n * word(size)
-            first.append(start)
-            count.append(word(size).at_most(word(r.EXTENT + extent) - start))
-            rest = rest // n
-        (column, row), (columns, rows) = first, count
-        read = pair(r.SOURCE_STRIDE + 2 * 3), pair(r.SOURCE_STRIDE + 2 * 4)
-        source = self.base(word(r.SOURCE).at_least(0)) + pair(r.SOURCE_OFFSET)  # a fill reads nothing
-        return tiles.Tile(
-            thread=self.thread,
-            shared=self.tile,
-            barrier=self.barrier,
-            source=source + self.outer(at, rest, r.SOURCE_STRIDE) + row * read[0] + column * read[1],
-            rows=rows,
-            columns=columns,
-            read=read,
-            first=(row, column),
-            outer=rest,
-        )
-
-    def outer(self, at: Int, outer: Int, strides: int) -> Int:
-        """Bytes from the first of a record's outer indices (`tiles.Tile`) to one of them; mostly there is only one."""
-
-        def bytes_to() -> Int:
-            two, one = m.load_word(at, r.EXTENT + 2), m.load_word(at, r.EXTENT + 1)
-            rest = outer // two
-            steps = [m.load_pair(at, strides + 2 * d) for d in range(3)]
-            return outer % two * steps[2] + rest % one * steps[1] + rest // one * steps[0]
-
-        return if_else(outer != 0, bytes_to, lambda: const(0, 64), bits=64)
-
-    def place(self, at: Int, tile: tiles.Tile, remote: Int) -> tiles.Place:
-        """Where a tile of a record goes."""
-        write = m.load_pair(at, r.TARGET_STRIDE + 2 * 3), m.load_pair(at, r.TARGET_STRIDE + 2 * 4)
-        # what is only reduced writes nothing
-        target = self.base(m.load_word(at, r.TARGET).at_least(0)) + m.load_pair(at, r.TARGET_OFFSET)
-        target = target + self.outer(at, tile.outer, r.TARGET_STRIDE)
-        target = target + tile.first[0] * write[0] + tile.first[1] * write[1]
-        return tiles.Place(target=target, write=write, remote=remote)
-
-    def side(self, at: Int, record: Int, tile: tiles.Tile) -> Side:
-        """The side of a tile of a record."""
-        word, pair = functools.partial(m.load_word, at), functools.partial(m.load_pair, at)
-        sizes = word(r.BLOCK_3), word(r.BLOCK_4)
-        steps = pair(r.SIDE_STRIDE + 2 * 3), pair(r.SIDE_STRIDE + 2 * 4)
-        at_side = self.base(word(r.SIDE).at_least(0)) + pair(r.SIDE_OFFSET)  # codes alone have no side
-        at_side = at_side + self.outer(at, tile.outer, r.SIDE_STRIDE)
-        for first, size, step in zip(tile.first, sizes, steps, strict=True):
-            at_side = at_side + first // size * step
-        return Side(
-            at=at_side,
-            steps=steps,
-            sizes=sizes,
-            starts=(tile.first[0] % sizes[0], tile.first[1] % sizes[1]),
-            role=word(r.ROLE),
-            refuse=functools.partial(self.refuse, record),
-        )
-
     def refuse(self, record: Int, condition: Int) -> None:
         """Notes a record where a condition holds."""
         with when(condition):
             m.set_if_zero(self.state + 4 * REFUSED, record + 1)
-
-    def move(self, tile: tiles.Tile, record: Int, kind: Int, convert: Int, remote: Int, parity: Int) -> None:
-        """One tile, by the code of its kind and conversion."""
-        at, refuse = self.record_at(record), functools.partial(self.refuse, record)
-        where = functools.partial(self.place, at, tile, remote)
-        with when((kind == r.ROWS) & (remote == 0)):
-            tiles.straight(tile, where(), tiles.WORDS_CONVERSION)
-        with when((kind == r.ROWS) & (remote != 0)):
-            tiles.copy_rows_to_peer(tile, where(), parity)
-        for index, conversion in enumerate(self.conversions):
-            with when((kind != r.ROWS) & (convert == index)):
-                if quantizes_elements(conversion):
-                    self.quantize(tile, record, kind, where, conversion)
-                    continue
-                if not (conversion.is_bits or fills(conversion) or quantizes(conversion)):
-                    with when(kind == r.CAST):
-                        tiles.straight(tile, where(), conversion)
-                if not (fills(conversion) or quantizes(conversion)):
-                    with when(kind == r.TRANSPOSE):
-                        tiles.transpose(tile, where, conversion)
-                with when(kind == r.ELEMENTS):
-                    tiles.elements(tile, where(), conversion, refuse)
-
-    def quantize(
-        self, tile: tiles.Tile, record: Int, kind: Int, where: Callable[[], tiles.Place], conversion: Conversion
-    ) -> None:
-        """One tile whose elements are reduced or encoded."""
-        side = functools.partial(self.side, self.record_at(record), record, tile)
-        if not fills(conversion):
-            for of, turned in ((r.BLOCK_ROWS, False), (r.BLOCK_TRANSPOSE, True)):
-                with when(kind == of):
-                    quantize_blocks(tile, where, side, maxima(conversion), turned)
-        with when(kind == r.REDUCE_ELEMENTS):
-            reduce_elements(tile, side(), conversion)
-        if conversion.encodes is not None:
-            with when(kind == r.ENCODE_ELEMENTS):
-                if packs(conversion):
-                    step = m.load_pair(self.record_at(record), r.SOURCE_STRIDE)
-                    encode_pairs(tile, where(), side(), step, conversion)
-                else:
-                    encode_elements(tile, where(), side(), conversion)
 
     def counter_at(self, inbox: Int, counter: Int) -> Int:
         """Address of a counter."""
