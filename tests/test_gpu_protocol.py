@@ -5,6 +5,8 @@ Here processes are threads; `test_gpu_faults` has real ones, that die and are st
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from typing import Any
@@ -294,3 +296,28 @@ def test_who_launches_after_the_others_gave_up_writes_nothing(
         assert {served(process.plan, [1]) for process in processes[2:]} == {"poisoned"}
         holds_up.clear()
         check_update(processes, 3)
+
+
+def test_a_world_that_fails_to_close_has_given_back_everything_else(
+    driver: host_gpu.Driver, rendezvous: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That no memory, descriptor or thread is left is for `driver` to see."""
+    with Processes(rendezvous, [0, 1], [2, 3, 4, 5]) as (trainer, rollout):
+        check_update([trainer, rollout], 1)
+        exports, neighbours = rollout.world.exports, list(part_of(rollout)._neighbours.values())
+        withdraw, failed = exports.withdraw, []
+
+        def fail(prefix: str) -> None:
+            if prefix:
+                failed.append(prefix.split()[0])
+                raise OSError(errno.EIO, prefix)
+            withdraw(prefix)
+
+        monkeypatch.setattr(exports, "withdraw", fail)
+        with pytest.raises(OSError, match="buffers"):  # the first
+            rollout.world.close()
+        assert failed == ["buffers", "inboxes"]
+        assert rollout.world.context.closed
+        assert not os.path.exists(exports.path)
+        assert [neighbour._socket.fileno() for neighbour in neighbours] == [-1]
+        rollout.world.close()  # is closed

@@ -20,6 +20,7 @@ from shardfly_jax.sharding.optable import Inbox
 from shardfly_jax.transports.exports import Neighbour
 from shardfly_jax.transports.vmm import Mapping as MappedMemory, attach, stream_number, wait_for_stream
 from shardfly_jax.worlds.attempt import failure
+from shardfly_jax.worlds.closing import close_all
 from shardfly_jax.worlds.gpu_run import GpuRun
 from shardfly_jax.worlds.part import Part, trainer_devices
 from shardfly_jax.worlds.rendezvous import GONE_SECS
@@ -115,13 +116,16 @@ class GpuPart(Part):
         return str(Endpoint(self.world.exports.path, self.process, numbers))
 
     def _close(self) -> None:
-        self.world.exports.withdraw(f"buffers {self.process}")
-        self.world.exports.withdraw(f"inboxes {self.process}")
+        neighbours, self._neighbours = self._neighbours, {}
+        withdrawals = [
+            functools.partial(self.world.exports.withdraw, f"{what} {self.process}") for what in ("buffers", "inboxes")
+        ]
+        close_all(*withdrawals, self._unmap, *(neighbour.close for neighbour in neighbours.values()))
+
+    def _unmap(self) -> None:
+        """Lets go of what others have, before they are told that nothing is written there any more."""
         self._met = self._prepared = self._executor = None
         self._addresses, self._mapped = {}, []
-        for neighbour in self._neighbours.values():  # nothing is mapped any more
-            neighbour.close()
-        self._neighbours = {}
 
     # Who else there is
 

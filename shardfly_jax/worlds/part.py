@@ -14,6 +14,7 @@ from shardfly_jax.executors.memory import Key, host_bytes
 from shardfly_jax.sharding.errors import ParamsMismatch, RegistrationError, ShardflyError, SyncTimeout, WorldError
 from shardfly_jax.transports.sockets import Incoming, Outgoing
 from shardfly_jax.worlds.attempt import Run, failure
+from shardfly_jax.worlds.closing import close_all
 from shardfly_jax.worlds.rendezvous import GRACE_SECS
 from shardfly_jax.worlds.steps import steps_of
 from shardfly_jax.worlds.wire import Header
@@ -103,13 +104,10 @@ class Part:
 
     def close(self) -> None:
         """The plan cannot be updated any more. An update that is pending ends first."""
-        self.session.end_pending()
-        self._close()
+        close_all(self.session.end_pending, self._close)
 
     def _close(self) -> None:
-        self._outgoing.reset()
-        if self._incoming is not None:
-            self._incoming.close()
+        close_all(self._outgoing.reset, *([self._incoming.close] if self._incoming is not None else ()))
 
     @property
     def _endpoint(self) -> str:
