@@ -298,6 +298,31 @@ def test_who_launches_after_the_others_gave_up_writes_nothing(
         check_update(processes, 3)
 
 
+def test_who_waits_for_memory_of_others_hears_at_once_that_its_world_was_closed(
+    driver: host_gpu.Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer = GpuPart._offer
+
+    def keep(self: GpuPart, what: str, addresses: Any) -> None:
+        if self.sends or not what.startswith("inboxes"):
+            offer(self, what, addresses)
+
+    monkeypatch.setattr(GpuPart, "_offer", keep)
+    with (
+        sf.connect("tcp://127.0.0.1:0", TOKEN, serve=True, deadline_secs=PATIENCE_SECS) as world,
+        Processes(world, [0, 1], [2, 3, 4, 5]) as (trainer, rollout),
+    ):
+        start = time.monotonic()
+        pending = trainer.update(1, wait=False)
+
+        def close() -> None:
+            eventually(lambda: part_of(trainer)._prepared is not None)
+            trainer.world.close()
+
+        assert errors(together(pending.result, lambda: rollout.update(1), close)) == ["WorldLost", "RankLost"]
+        assert time.monotonic() - start < PATIENCE_SECS / 4
+
+
 def test_a_world_that_fails_to_close_has_given_back_everything_else(
     driver: host_gpu.Driver, rendezvous: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,5 +344,5 @@ def test_a_world_that_fails_to_close_has_given_back_everything_else(
         assert failed == ["buffers", "inboxes"]
         assert rollout.world.context.closed
         assert not os.path.exists(exports.path)
-        assert [neighbour._socket.fileno() for neighbour in neighbours] == [-1]
+        assert [neighbour._socket for neighbour in neighbours] == [None]
         rollout.world.close()  # is closed
