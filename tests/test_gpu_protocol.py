@@ -85,6 +85,15 @@ def test_a_rank_that_holds_nothing_of_a_tensor_takes_part(driver: host_gpu.Drive
         assert sorted(registered_bytes(rollout.plan).values()) == [b"", value.tobytes()]
 
 
+def test_the_portable_executor_is_refused_between_processes_with_gpus(driver: host_gpu.Driver, rendezvous: Any) -> None:
+    with sf.connect(rendezvous.address, TOKEN) as world:
+        words = "executor is 'portable', but between processes over ipc there is only 'persistent'. Leave executor out"
+        with pytest.raises(sf.RegistrationError, match=words):
+            sf.register(make_plan(), world=world, ranks=[2, 3], executor="portable")
+        plan = sf.register(make_plan(), world=world, ranks=[2, 3], executor="persistent")
+        assert plan.registered().part.transport == "ipc"
+
+
 def test_a_refused_update_leaves_what_was_served(driver: host_gpu.Driver, rendezvous: Any) -> None:
     with Processes(rendezvous, [0, 1], [2, 3], [4, 5]) as (trainer, *rollouts):
         check_update([trainer, *rollouts], 1)

@@ -115,3 +115,14 @@ def test_a_full_symmetric_heap_is_told_with_what_is_wanted_and_what_to_set(world
     assert "Failed to allocate memory" in str(caught.value)
     assert "NVSHMEM_SYMMETRIC_SIZE of more than both" in str(caught.value)
     world.allocate([wanted])  # which still fits
+
+
+@pytest.mark.parametrize(
+    ("part", "choice", "runs"), [("MpiPart", "persistent", "portable"), ("NvshmemPart", "portable", "persistent")]
+)
+def test_another_executor_than_the_only_one_is_refused(world: Any, part: str, choice: str, runs: str) -> None:
+    name = {"MpiPart": "mpi_part", "NvshmemPart": "nvshmem"}[part]
+    made: Any = object.__new__(getattr(importlib.import_module(f"shardfly_jax.worlds.{name}"), part))
+    made.session, made.world = SimpleNamespace(choice=choice), world
+    with pytest.raises(sf.RegistrationError, match=f"executor is {choice!r}, but .* there is only {runs!r}"):
+        made._open()

@@ -437,6 +437,15 @@ def test_a_world_whose_plan_fails_to_end_frees_every_socket(rendezvous: Any, mon
             sf.receive(rollout.plan)
 
 
+def test_the_persistent_executor_is_refused_over_sockets(rendezvous: Any) -> None:
+    with sf.connect(rendezvous.address, TOKEN, listen="tcp://127.0.0.1:0") as world:
+        words = "executor is 'persistent', but between processes over zmq there is only 'portable'. Leave executor out"
+        with pytest.raises(sf.RegistrationError, match=words):
+            sf.register(make_plan(), world=world, ranks=[2, 3], executor="persistent")
+        plan = sf.register(make_plan(), world=world, ranks=[2, 3], executor="portable")
+        assert plan.registered().part.transport == "zmq"
+
+
 def test_ranks_and_endpoints_that_cannot_work_are_refused(rendezvous: Any) -> None:
     plan = make_plan()
     for ranks, listen, error, words in (

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from shardfly_jax.binding import Binding, check_addresses, ready_shards
+from shardfly_jax.executors.choice import check_executor
 from shardfly_jax.executors.memory import Key, Sources
 from shardfly_jax.executors.persistent import Others, PersistentExecutor, why_not
 from shardfly_jax.sharding.errors import ParamsMismatch, RegistrationError, SyncTimeout, TransferError, UnknownOutcome
@@ -78,6 +79,7 @@ class GpuPart(Part):
 
     def _open(self) -> None:
         session, plan = self.session, self.session.plan
+        check_executor(session.choice, self.transport, "persistent")
         self.process = secrets.token_hex(8)
         self._devices = {rank: shard.device for (_, _, rank), shard in session.buffers.items()}
         self._sources_at = trainer_devices(session)

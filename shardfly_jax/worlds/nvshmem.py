@@ -16,6 +16,7 @@ import numpy as np
 
 from shardfly_jax.binding import Binding, check_addresses, ready_shards
 from shardfly_jax.buffers import ALIGNMENT, Wanted
+from shardfly_jax.executors.choice import check_executor
 from shardfly_jax.executors.foreign import array_at
 from shardfly_jax.executors.launches import Attempt
 from shardfly_jax.executors.memory import Key, Sources
@@ -184,6 +185,7 @@ class NvshmemPart(MpiPart):
 
     def _open(self) -> None:
         session, world = self.session, self.world
+        check_executor(session.choice, self.transport, "persistent")
         addresses = {key: shard.address for key, shard in session.buffers.items() if shard.nbytes}
         self._rows = {key: world.locate(address) for key, address in addresses.items()}
         if None in self._rows.values():

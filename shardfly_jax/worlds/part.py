@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from shardfly_jax.binding import Binding, bind, check_addresses, ready_shards
+from shardfly_jax.executors.choice import check_executor
 from shardfly_jax.executors.memory import Key, host_bytes
 from shardfly_jax.sharding.errors import ParamsMismatch, RegistrationError, ShardflyError, SyncTimeout, WorldError
 from shardfly_jax.transports.sockets import Incoming, Outgoing
@@ -87,6 +88,7 @@ class Part:
     def _open(self) -> None:
         """Prepares to carry payload."""
         session, world, plan = self.session, self.world, self.session.plan
+        check_executor(session.choice, self.transport, "portable")
         self._steps = steps_of(plan, self.held, session.buffers)
         self._targets = {key: host_bytes(shard.address, shard.nbytes) for key, shard in session.buffers.items()}
         self._outgoing = Outgoing(world.context, world.seal)
