@@ -41,6 +41,8 @@ from shardfly_jax.sharding.language import (
 )
 from shardfly_jax.sharding.layouts import Layout as Layout
 from shardfly_jax.sharding.mapping import Mapping as Mapping
+from shardfly_jax.sharding.moves import Move as Move
+from shardfly_jax.sharding.simulate import Simulation as Simulation
 from shardfly_jax.sharding.topology import Topology as Topology, preset as preset
 from shardfly_jax.update import params as params, receive as receive, sync as sync, verify as verify
 from shardfly_jax.worlds.connecting import connect as connect

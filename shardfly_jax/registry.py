@@ -51,6 +51,7 @@ def register(
       placement: Device of each rollout rank, counted from 0, where the target's mesh does not say; several ranks may
         share one. By default ranks take this process' devices in turn.
       executor: `persistent`, `portable`, or `auto`: the persistent kernel where it can run (see `why_not_persistent`).
+        In a world `auto` takes the only one that there is: `persistent` between GPUs, else `portable`.
       world: From `connect`, where ranks of the plan live in other processes.
       ranks: Plan-wide numbers of the ranks that live in this process, e.g. `plan.replicas[0].ranks` for a rollout or
         `range(plan.source_ranks)` for the trainer; goes with `world`. The owner then holds the buffers of these ranks
@@ -60,7 +61,8 @@ def register(
       The plan with its session. Its older handles stay unregistered.
 
     Raises:
-      RegistrationError: Lists every buffer that is missing or does not fit, or that shares memory with another.
+      RegistrationError: Lists every buffer that is missing or does not fit, or that shares memory with another; or
+        `executor` cannot run the plan.
       WorldError, WorldLost: The world refuses this process' ranks, or is gone.
       UpdateRefused: An update of the plan that was registered in the world before is pending.
     """

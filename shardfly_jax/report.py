@@ -22,7 +22,7 @@ from shardfly_jax.sharding.plan import Plan
 from shardfly_jax.sharding.problem import Family
 from shardfly_jax.sharding.simulate import simulate
 from shardfly_jax.sharding.topology import Topology
-from shardfly_jax.wording import COPY, bytes_text, in_words, ranks_text, secs_text, share_text, some, type_text
+from shardfly_jax.wording import COPY, bytes_text, in_words, ranks_text, share_text, some, type_text
 
 WIDTH = 110
 MATRIX_RANKS = 16
@@ -206,12 +206,7 @@ def _add_prediction(out: Table, plan: Plan, traffic: np.ndarray, topology: Topol
     out.add_row("topology", f"{topology.name}{' (assumed, as none was named)' if assumed else ''}: {rates}")
     if topology.hosts > 1:
         out.add_row("between hosts", f"{bytes_text(crossing)}, {share_text(crossing, plan.nbytes)} of the payload")
-    secs, bound, launches = map(secs_text, (predicted.secs, predicted.bound_secs, predicted.launch_secs))
-    if predicted.bound_secs < predicted.launch_secs:  # so few bytes that a ratio would say nothing about the plan
-        line = f"{secs}, {launches} of it launches; bound {bound}"
-    else:
-        line = f"{secs}; bound {bound}, ratio {predicted.ratio:.3f}"
-    out.add_row("predicted", f"{line}; busiest link: {predicted.busiest}")
+    out.add_row("predicted", f"{predicted.outcome}; busiest link: {predicted.busiest}")
 
 
 def _add_leftovers(out: Table, plan: Plan) -> None:

@@ -24,18 +24,10 @@ from shardfly_jax.sharding.language import (
     children,
     split_pattern,
 )
-from shardfly_jax.sharding.units import bytes_text as bytes_text
+from shardfly_jax.sharding.units import bytes_text as bytes_text, secs_text as secs_text
 
 COPY = "copy"
 """What `in_words` says of an expression that changes nothing."""
-
-
-def secs_text(secs: float) -> str:
-    """Three digits in s, ms or us."""
-    for factor, unit in ((1, "s"), (1e3, "ms")):
-        if secs * factor >= 0.9995:
-            return f"{secs * factor:.3g} {unit}"
-    return f"{secs * 1e6:.3g} us"
 
 
 def type_text(dtype: str, shape: Sequence[int]) -> str:

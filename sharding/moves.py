@@ -29,7 +29,27 @@ from shardfly_jax.sharding.lowering import MAX_DIMS
 
 
 class Move(NamedTuple):
-    """One row of the table, as Python numbers (see the module docstring)."""
+    """One row of `plan.moves`, in Python numbers: a template that stands for all layers of a family.
+
+    Its k-th expansion, `0 <= k < count`, writes on one rank, for each step of `extents`, converted elements of another.
+    Offsets and strides count elements of the ranks' own buffers. Dimensions with a target stride of 0 are reduced over.
+
+    Attributes:
+      source_family, target_family: Indices into `plan.families`; the source's is -1 for a fill.
+      source_rank, target_rank: Plan-wide. A source that is a rollout rank forwards what an earlier row brought there.
+      extents: Elements per dimension, without those of one.
+      source_strides, target_strides: Of each dimension.
+      source_offset, target_offset: Of the first element; the source's rises by `source_offset_step` with k.
+      count: How many expansions there are.
+      source_tensor, target_tensor: Which tensors of the families the first one is about; they rise by
+        `source_tensor_step` and `target_tensor_step` with k.
+      convert: Index into `plan.conversions`.
+      band: Id of the part of a tensor that is forwarded as soon as all of it is there; -1 where nothing is.
+      hop: 0 from a trainer, 1 from the first rollout that has the bytes, and so on.
+      order, order_step, order_span: The k-th expansion has the order numbers from `order + k * order_step` on, its
+        chunks spread evenly over `order_span`.
+      block: Where the maxima of the blocks of an encoding row lie, an index into the plan's blocks; -1 elsewhere.
+    """
 
     source_family: int
     source_rank: int

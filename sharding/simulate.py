@@ -25,6 +25,7 @@ from shardfly_jax.sharding.rates import LINKS, MEMORY, NVLINK
 from shardfly_jax.sharding.records import TILE_NBYTES
 from shardfly_jax.sharding.schedule import CHUNK_NBYTES, LAG, LENGTH
 from shardfly_jax.sharding.topology import Topology
+from shardfly_jax.sharding.units import secs_text
 
 SLOTS = LENGTH // LAG
 IN_FLIGHT_NBYTES = 116 * 2 * TILE_NBYTES
@@ -33,10 +34,13 @@ leaves free, hold a batch of two tiles each, taken in the plan's order. A slot i
 MOST_SLOTS_AHEAD = 16
 """Further ahead changes nothing: a slot of such a GPU is less than half a megabyte."""
 
+AS_BUSY = 0.999
+"""Of the time of the busiest link, for which one is as busy: norms, say, make small differences."""
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Simulation:
-    """A predicted update.
+    """A predicted update. Printed, it is its topology, `outcome` and busiest link.
 
     Attributes:
       topology: Where it would run.
@@ -45,7 +49,7 @@ class Simulation:
       launch_secs: Of that, what launches cost.
       bound: What no plan can be faster than on these links (`bounds`).
       stores_bound_secs: The same with what the kernel's stores reach instead of what the links can carry.
-      busiest: Which link the plan uses longest, for people.
+      busiest: Which link the plan uses longest, and how many others it uses as long to a thousandth, for people.
     """
 
     topology: Topology
@@ -70,6 +74,20 @@ class Simulation:
     def schedule_ratio(self) -> float:
         """What routes and order cost: time without launches over the bound at the kernel's own rates."""
         return (self.secs - self.launch_secs) / self.stores_bound_secs if self.stores_bound_secs else 1.0
+
+    @property
+    def outcome(self) -> str:
+        """Time, bound and their ratio in words; no ratio where launches take longer than the bound."""
+        secs, bound = secs_text(self.secs), secs_text(self.bound_secs)
+        if self.bound_secs < self.launch_secs:  # so few bytes that a ratio would say nothing about the plan
+            return f"{secs}, {secs_text(self.launch_secs)} of it launches; bound {bound}"
+        return f"{secs}; bound {bound}, ratio {self.ratio:.3f}"
+
+    def __str__(self) -> str:
+        return f"{self.topology.name}: {self.outcome}; busiest link: {self.busiest}"
+
+    def __repr__(self) -> str:
+        return f"<Simulation on {self}>"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,7 +115,11 @@ def simulate(plan: Plan, topology: Topology) -> Simulation:
     out_link, in_link = flows.link * gpus + flows.source, flows.link * gpus + flows.target
     links = len(LINKS) * gpus
     sending, receiving = _both_ways(flows, topology, gpus)
-    busiest = _busiest(np.bincount(out_link, sending, links), np.bincount(in_link, receiving, links), gpus)
+    busiest = _busiest(
+        np.bincount(out_link, sending, links).reshape(-1, gpus),
+        np.bincount(in_link, receiving, links).reshape(-1, gpus),
+        "GPU" if topology.gpu_of_rank else "rank",
+    )
     launch_secs = stores.launch_secs if stores else 0.0
     return Simulation(
         topology=topology,
@@ -187,10 +209,22 @@ def _both_ways(flows: _Flows, topology: Topology, gpus: int) -> tuple[np.ndarray
     )
 
 
-def _busiest(out_total: np.ndarray, in_total: np.ndarray, gpus: int) -> str:
-    which = "egress" if out_total.max() >= in_total.max() else "ingress"
-    link = int((out_total if which == "egress" else in_total).argmax())
-    return f"{LINKS[link // gpus]} {which} of rank {link % gpus}"
+def _busiest(out_secs: np.ndarray, in_secs: np.ndarray, called: str) -> str:
+    """The link that is used longest.
+
+    Args:
+      out_secs, in_secs: [kinds of links, GPUs]; how long each is used. A copy within memory counts once.
+      called: What to call a GPU.
+    """
+    used_secs = np.stack([out_secs, in_secs])
+    used_secs[1, MEMORY] = 0
+    longest = used_secs.max(initial=0)
+    if not longest:
+        return "none"
+    way, link, gpu = np.argwhere(used_secs == longest)[0]
+    alike = np.count_nonzero(used_secs >= AS_BUSY * longest) - 1
+    more = f" ({alike} more as busy)" if alike else ""
+    return f"{LINKS[link]} {('egress', 'ingress')[way]} of {called} {gpu}{more}"
 
 
 def row_secs(plan: Plan, topology: Topology) -> tuple[np.ndarray, np.ndarray]:

@@ -150,12 +150,14 @@ def test_all_that_does_not_fit_is_listed() -> None:
     faults = "\n".join(caught.value.faults)
     assert len(caught.value.faults) == 7
     for words in (
-        "'final_norm.scale' is not there", "has ['permute']", "becomes (32, 16)", "its transpose is [2, 0]",
+        "'final_norm.scale' is not in the tree", "has ['permute']", "becomes (32, 16)", "its transpose is [2, 0]",
         "to become [-1, 7]", "must stand in both names or in none", "stands twice",
     ):  # fmt: skip
         assert words in faults
     held = json.loads(EXAMPLE.read_text()) | {"num_layers": LLAMA.layers + 1}
-    with pytest.raises(sf.PlanError, match=r"for all of 4 layers.*num_layers"):
+    with pytest.raises(
+        sf.PlanError, match=r"num_layers is 4, but the tree has no 'layers\.3\.[\w.]+'\. Mend num_layers"
+    ):
         sf.engines.jax_toolbox.trainer(held, sf.engines.tunix.trainer(LLAMA, TRAINER).params)
 
 
@@ -177,6 +179,12 @@ def changed(*changes: tuple[tuple[Any, ...], Any]) -> Any:
         else:
             node[key] = value
     return held
+
+
+def test_layers_of_different_shapes_are_refused() -> None:
+    params = {"layers": {str(i): tree([4, n])["layers"]["0"] for i, n in enumerate((6, 8))}}
+    with pytest.raises(sf.PlanError, match=r"has the shapes \[\(4, 6\), \(4, 8\)\] in the tree, but one for all"):
+        sf.engines.jax_toolbox.trainer(GOOD, params)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +214,8 @@ def changed(*changes: tuple[tuple[Any, ...], Any]) -> Any:
         (("num_layers",), True, "has True as num_layers"),
         (("num_layers",), GONE, r"^mapping: names have {layer}, but num_layers does not say how many.*Give it.$"),
         (("num_layers",), 1, r"num_layers is 1, but the tree has 'layers.1.w' too"),
-        (("num_layers",), 3, "is not there in the tree for all of 3 layers|has shapes .* for all of 3 layers"),
+        (("num_layers",), 3, "num_layers is 3, but the tree has no 'layers.2.w'. Mend num_layers, or give a tree with"),
+        (("num_layers",), 10**12, "num_layers is 1000000000000, but the tree has no 'layers.2.w'"),
     ],
 )
 def test_what_the_schema_does_not_have_is_refused(place: tuple[Any, ...], value: Any, words: str) -> None:

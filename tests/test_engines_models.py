@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
+from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
@@ -91,3 +95,65 @@ def test_sizes_that_tp_does_not_divide_are_all_listed(name: str, engine: str) ->
         getattr(E, engine).rollout(model, AbstractMesh((7,), ("tp",)))
     assert len(caught.value.faults) >= 2
     assert all(fault.startswith("indivisible: ") for fault in caught.value.faults)
+
+
+SIZES: dict[str, Any] = {
+    "name": "tiny", "family": "llama3", "layers": 2, "hidden": 8, "heads": 4, "kv_heads": 2, "head_dim": 4, "width": 8,
+    "vocab": 16, "tied": False,
+}  # fmt: skip
+LATENT = E.Latent(q_rank=None, kv_rank=4, nope=2, rope=2, value=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"layers": -1}, ["'tiny' layers is -1, but a whole number of at least 1"]),
+        ({"heads": 0}, ["'tiny' heads is 0, but a whole number"]),
+        ({"hidden": "8", "vocab": 16.0}, ["hidden is '8'", "vocab is 16.0"]),
+        ({"kv_heads": True}, ["kv_heads is True"]),
+        ({"heads": 3}, ["heads is 3, but it must be a multiple of kv_heads, 2"]),
+        ({"width": 0}, ["width is 0"]),
+        ({"name": 3, "family": None}, ["name is 3, but a string", "family is None, but a string"]),
+        ({"experts": {"count": 8}}, ["but Experts or None is needed. Give sf.engines.Experts"]),
+        ({"latent": 4}, ["but Latent or None is needed"]),
+        ({"experts": E.Experts(count=2, width=4, dense_layers=3)}, ["layers is 2, but experts.dense_layers is 3"]),
+        ({"latent": LATENT, "head_dim": 5}, ["head_dim is 5, but that of queries, latent.nope .* is 4"]),
+    ],
+    ids=str,
+)
+def test_sizes_that_no_model_has_are_all_listed(changes: dict[str, Any], words: list[str]) -> None:
+    E.Model(**SIZES)
+    with pytest.raises(sf.PlanError) as caught:
+        E.Model(**SIZES | changes)
+    assert len(caught.value.faults) == len(words)
+    for fault, some in zip(caught.value.faults, words, strict=True):
+        assert re.search(some, fault), fault
+
+
+def test_sizes_that_some_models_have_are_taken() -> None:
+    E.Model(**SIZES | {"width": 0, "experts": E.Experts(count=2, width=4)})  # no MLP but experts
+    E.Model(**SIZES | {"latent": LATENT, "layers": np.int64(2)})
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: E.Experts(count=0, width="4"), ["count is 0", "width is '4'"]),
+        (
+            lambda: E.Experts(count=2, width=4, shared_width=-1),
+            ["shared_width is -1, but a whole number of at least"],
+        ),
+        (lambda: E.Latent(q_rank=0, kv_rank=4, nope=2, rope=None, value=2), ["q_rank is 0", "rope is None"]),
+    ],
+)
+def test_sizes_that_no_part_of_a_model_has_are_all_listed(make: Callable[[], Any], words: list[str]) -> None:
+    with pytest.raises(sf.PlanError) as caught:
+        make()
+    assert len(caught.value.faults) == len(words)
+    assert all(some in fault for fault, some in zip(caught.value.faults, words, strict=True))
+
+
+@pytest.mark.parametrize("name", [["Qwen3-0.6B"], None, 3, "Qwen3"])
+def test_what_is_no_known_model_is_refused_with_those_that_are(name: Any) -> None:
+    with pytest.raises(sf.PlanError, match=r"is unknown, but one of these is needed: Qwen3-0\.6B, "):
+        E.model(name)

@@ -412,11 +412,34 @@ def test_every_size_that_blocks_do_not_divide_is_listed_with_what_would_do() -> 
     assert caught.value.faults == tuple(fault for fault in faults if "shared" not in fault)
     with pytest.raises(sf.PlanError, match=r"Choose tp from \[1, 2\], or let ranks share out whole experts"):
         E.sglang.rollout(E.model("Qwen3-30B-A3B"), AbstractMesh((8,), ("tp",)), quantization="fp8_block")
-    with pytest.raises(sf.PlanError, match=r"10944 gate rows of mlp.gate_up_proj.weight .* No tp does: GLM-4.5-Air"):
-        E.sglang.rollout(E.model("GLM-4.5-Air"), AbstractMesh((1,), ("tp",)), quantization="fp8_block")
     odd = dataclasses.replace(DEEPSEEK, latent=Latent(q_rank=96, kv_rank=160, nope=128, rope=64, value=64))
-    with pytest.raises(sf.PlanError, match=r"96 rows of q_a_proj in self_attn.fused_qkv_a_proj per rank"):
+    with pytest.raises(
+        sf.PlanError, match=r"96 rows of q_a_proj in self_attn.fused_qkv_a_proj .* leave quantization out\."
+    ):
         E.vllm.rollout(odd, AbstractMesh((1,), ("tp",)), quantization="fp8_block")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_a_model_whose_sizes_no_block_divides_is_refused_with_the_format_that_takes_it(engine: str, tp: int) -> None:
+    """The 10944 rows of its first layer's MLP are 85.5 blocks, and no tp makes them whole ones."""
+    model, mesh = E.model("GLM-4.5-Air"), AbstractMesh((tp,), ("tp",))
+    with pytest.raises(sf.PlanError) as caught:
+        getattr(E, engine).rollout(model, mesh, quantization="fp8_block")
+    assert f"{10944 // tp} gate rows of mlp.gate_up_proj.weight" in str(caught.value)
+    for fault in caught.value.faults:
+        assert re.search(r"No tp does, .* leave quantization out, or .*quantization='fp8_channel', whose", fault)
+        assert ("engines.vllm" in fault) == (engine == "sglang")
+    check_covered_in_channels(model, mesh)
+
+
+def check_covered_in_channels(model: Model, mesh: AbstractMesh) -> None:
+    """The remedy works: every linear has codes and a scale for each row."""
+    params = named(E.vllm.rollout(model, mesh, quantization="fp8_channel").params)
+    scales = {name: leaf for name, leaf in params.items() if name.endswith("_scale")}
+    assert len(scales) == sum(leaf.dtype.name == "float8_e4m3fn" for leaf in params.values()) > 0
+    for name, leaf in scales.items():
+        assert leaf.shape == (*params[name.removesuffix("_scale")].shape[:-1], 1)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -14,6 +14,7 @@ pytest.importorskip("zmq", reason="needs pyzmq (the zmq extra)")
 
 from fault_pool import (
     GPU_SCENARIOS,
+    LOST_SECS,
     Pool,
     Scenario,
     Shared,
@@ -65,3 +66,22 @@ def test_who_dies_before_it_offers_its_inboxes_is_named_to_the_others(pool: Pool
     pool.replace("t1")  # so that all of them meet again
     pool.spares.append(left)
     run_scenario(pool, Scenario("r0", "offer inboxes", 1, "kill"))
+
+
+def test_who_is_stopped_before_it_offers_its_inboxes_is_named_to_the_others_as_soon_as_it_is_lost(pool: Pool) -> None:
+    left = pool.at["t1"]
+    assert left.call("close")["outcome"] == "ok"
+    pool.replace("t1")  # so that all of them meet again
+    pool.spares.append(left)
+    before, victim, stopped = pool.seed, pool.at["r0"], Scenario("r0", "offer inboxes", 1, "stop")
+    pool.is_whole = False  # until the end
+    seed = pool.begin((stopped.role, (stopped.point, stopped.n, stopped.action)))
+    victim.wait_until_stopped()
+    stopped_at = time.monotonic()
+    answers = check_survivors(pool, stopped, seed, before)
+    assert time.monotonic() - stopped_at < LOST_SECS + 1.5
+    assert {answer["outcome"] for answer in answers.values()} == {"RankLost"}, answers
+    victim.end()
+    pool.replace("r0")
+    pool.check_update()
+    pool.is_whole = True

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import pytest
-from host_gpu import Driver, words_at
+from host_gpu import UNIT, Driver, words_at
 
 from shardfly_jax.sharding.errors import RegistrationError
 from shardfly_jax.transports import heap, vmm
@@ -28,6 +28,13 @@ def test_memory_that_cannot_be_made_leaves_nothing(driver: Driver, name: str) ->
     with pytest.raises(RegistrationError, match=f"{name} says CUDA_ERROR_OUT_OF_MEMORY. JAX takes most of it"):
         SharedMemory(0, 1000)
     driver.check_books()
+
+
+def test_a_full_gpu_is_told_with_how_much_was_wanted(driver: Driver) -> None:
+    driver.fails["cuMemCreate"] = 1
+    wanted = f"{2 * UNIT:,} bytes are wanted on GPU 0, but cuMemCreate says CUDA_ERROR_OUT_OF_MEMORY"
+    with pytest.raises(RegistrationError, match=wanted):
+        SharedMemory(0, UNIT + 1)
 
 
 @pytest.mark.parametrize("name", MAPPING)

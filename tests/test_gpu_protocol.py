@@ -5,6 +5,8 @@ Here processes are threads; `test_gpu_faults` has real ones, that die and are st
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from typing import Any
@@ -81,6 +83,15 @@ def test_a_rank_that_holds_nothing_of_a_tensor_takes_part(driver: host_gpu.Drive
         results = together(lambda: sf.sync(params, trainer.plan), lambda: sf.receive(rollout.plan, wait_secs=10))
         assert errors(results) == []
         assert sorted(registered_bytes(rollout.plan).values()) == [b"", value.tobytes()]
+
+
+def test_the_portable_executor_is_refused_between_processes_with_gpus(driver: host_gpu.Driver, rendezvous: Any) -> None:
+    with sf.connect(rendezvous.address, TOKEN) as world:
+        words = "executor is 'portable', but between processes over ipc there is only 'persistent'. Leave executor out"
+        with pytest.raises(sf.RegistrationError, match=words):
+            sf.register(make_plan(), world=world, ranks=[2, 3], executor="portable")
+        plan = sf.register(make_plan(), world=world, ranks=[2, 3], executor="persistent")
+        assert plan.registered().part.transport == "ipc"
 
 
 def test_a_refused_update_leaves_what_was_served(driver: host_gpu.Driver, rendezvous: Any) -> None:
@@ -294,3 +305,53 @@ def test_who_launches_after_the_others_gave_up_writes_nothing(
         assert {served(process.plan, [1]) for process in processes[2:]} == {"poisoned"}
         holds_up.clear()
         check_update(processes, 3)
+
+
+def test_who_waits_for_memory_of_others_hears_at_once_that_its_world_was_closed(
+    driver: host_gpu.Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer = GpuPart._offer
+
+    def keep(self: GpuPart, what: str, addresses: Any) -> None:
+        if self.sends or not what.startswith("inboxes"):
+            offer(self, what, addresses)
+
+    monkeypatch.setattr(GpuPart, "_offer", keep)
+    with (
+        sf.connect("tcp://127.0.0.1:0", TOKEN, serve=True, deadline_secs=PATIENCE_SECS) as world,
+        Processes(world, [0, 1], [2, 3, 4, 5]) as (trainer, rollout),
+    ):
+        start = time.monotonic()
+        pending = trainer.update(1, wait=False)
+
+        def close() -> None:
+            eventually(lambda: part_of(trainer)._prepared is not None)
+            trainer.world.close()
+
+        assert errors(together(pending.result, lambda: rollout.update(1), close)) == ["WorldLost", "RankLost"]
+        assert time.monotonic() - start < PATIENCE_SECS / 4
+
+
+def test_a_world_that_fails_to_close_has_given_back_everything_else(
+    driver: host_gpu.Driver, rendezvous: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That no memory, descriptor or thread is left is for `driver` to see."""
+    with Processes(rendezvous, [0, 1], [2, 3, 4, 5]) as (trainer, rollout):
+        check_update([trainer, rollout], 1)
+        exports, neighbours = rollout.world.exports, list(part_of(rollout)._neighbours.values())
+        withdraw, failed = exports.withdraw, []
+
+        def fail(prefix: str) -> None:
+            if prefix:
+                failed.append(prefix.split()[0])
+                raise OSError(errno.EIO, prefix)
+            withdraw(prefix)
+
+        monkeypatch.setattr(exports, "withdraw", fail)
+        with pytest.raises(OSError, match="buffers"):  # the first
+            rollout.world.close()
+        assert failed == ["buffers", "inboxes"]
+        assert rollout.world.context.closed
+        assert not os.path.exists(exports.path)
+        assert [neighbour._socket for neighbour in neighbours] == [None]
+        rollout.world.close()  # is closed

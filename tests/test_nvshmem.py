@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.util
 import shutil
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
+from host_gpu import UNIT, Driver
 from test_mpi import CHECKS, QUANTIZED_CHECKS, check_ended, check_passed
 
 import shardfly_jax as sf
-from shardfly_jax.transports import choice
+from shardfly_jax.buffers import Wanted
+from shardfly_jax.transports import choice, vmm
 
 MISSING = [name for name in ("nvshmem", "mpi4py") if importlib.util.find_spec(name) is None]
 MISSING += [] if shutil.which("mpirun") else ["mpirun"]
@@ -54,3 +64,65 @@ def test_nvshmem_is_refused_with_a_reason_where_it_is_not_there(monkeypatch: pyt
         sf.connect(transport="nvshmem")
     with pytest.raises(sf.WorldError, match="not for nvshmem"):
         sf.connect("tcp://127.0.0.1:0", "token", transport="nvshmem")
+
+
+class SymmetricHeap:
+    """As `nvshmem.core` of one process: buffers, as far as they fit."""
+
+    def __init__(self, nbytes: int):
+        self.left = nbytes
+
+    def buffer(self, nbytes: int, except_on_del: bool) -> Any:
+        if nbytes > self.left:
+            raise LookupError(f"Failed to allocate memory of bytes {nbytes}")
+        self.left -= nbytes
+        memory = vmm.SharedMemory(0, nbytes)
+        return SimpleNamespace(handle=memory.address + 1, memory=memory)
+
+
+@pytest.fixture
+def world(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Of one process, whose symmetric heap has 4 units; neither MPI nor NVSHMEM has to be installed."""
+    heap = SymmetricHeap(4 * UNIT)
+    stubs: dict[str, Any] = {
+        "mpi4py": SimpleNamespace(MPI=None), "nvshmem": SimpleNamespace(core=heap), "nvshmem.core": heap,
+    }  # fmt: skip
+    before = set(sys.modules)
+    for name, stub in stubs.items():
+        monkeypatch.setitem(sys.modules, name, stub)
+    made: Any = object.__new__(importlib.import_module("shardfly_jax.worlds.nvshmem").NvshmemWorld)
+    made.gpu, made._pieces, made.deadline_secs, made.process = jax.devices("cpu")[0], [], 60.0, 0
+    made.exchange = lambda words, wait_secs: [words]
+    made.bounded = lambda what: contextlib.nullcontext()
+    yield made
+    made._pieces.clear()
+    for name in set(sys.modules) - before:
+        if name.startswith("shardfly_jax.worlds."):  # they know the stubs
+            del sys.modules[name]
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs CPU devices, as host memory is written")
+def test_a_full_symmetric_heap_is_told_with_what_is_wanted_and_what_to_set(world: Any) -> None:
+    wanted = Wanted((UNIT,), np.dtype(np.uint8), world.gpu)
+    (array,) = world.allocate([wanted])
+    assert array.unsafe_buffer_pointer() % 256 == 0
+    assert not np.asarray(array).any()
+    with pytest.raises(sf.RegistrationError) as caught:
+        world.allocate([wanted] * 4)
+    assert f"{4 * UNIT + 256:,} bytes of NVSHMEM's symmetric heap are wanted, besides {UNIT + 256:,}" in str(
+        caught.value
+    )
+    assert "Failed to allocate memory" in str(caught.value)
+    assert "NVSHMEM_SYMMETRIC_SIZE of more than both" in str(caught.value)
+    world.allocate([wanted])  # which still fits
+
+
+@pytest.mark.parametrize(
+    ("part", "choice", "runs"), [("MpiPart", "persistent", "portable"), ("NvshmemPart", "portable", "persistent")]
+)
+def test_another_executor_than_the_only_one_is_refused(world: Any, part: str, choice: str, runs: str) -> None:
+    name = {"MpiPart": "mpi_part", "NvshmemPart": "nvshmem"}[part]
+    made: Any = object.__new__(getattr(importlib.import_module(f"shardfly_jax.worlds.{name}"), part))
+    made.session, made.world = SimpleNamespace(choice=choice), world
+    with pytest.raises(sf.RegistrationError, match=f"executor is {choice!r}, but .* there is only {runs!r}"):
+        made._open()

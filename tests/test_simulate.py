@@ -74,7 +74,34 @@ def test_ranks_that_share_a_gpu_copy_within_its_memory() -> None:
     topology = dataclasses.replace(FAST, memory_rate=4e9, gpu_of_rank=(0, 0))
     predicted = copies(1, 1).simulate(topology)
     assert predicted.secs == pytest.approx(copies(1, 1).target_nbytes / 4e9)
-    assert predicted.busiest.startswith("memory")
+    assert predicted.busiest == "memory egress of GPU 0"
+
+
+@pytest.mark.parametrize(
+    ("trainers", "rollouts", "words"),
+    [
+        (1, 1, "NVLink egress of rank 0 (1 more as busy)"),  # what leaves rank 0 enters rank 1
+        (2, 1, "NVLink ingress of rank 2"),
+        (4, 1, "NVLink ingress of rank 4"),
+        (1, 2, "NVLink egress of rank 0 (3 more as busy)"),  # rank 1 passes on all that it gets
+    ],
+)
+def test_links_that_are_as_busy_as_the_busiest_are_counted(trainers: int, rollouts: int, words: str) -> None:
+    topology = dataclasses.replace(FAST, nvlink_both_ways_rate=1e9)
+    assert copies(trainers, rollouts, layers=1, size=1 << 12).simulate(topology).busiest == words
+
+
+def test_a_plan_that_moves_nothing_between_ranks_has_no_busiest_link() -> None:
+    w = sf.Layout((4,), "float32", {0: ((0, 4),)})
+    plan = sf.make_plan({"w": w}, {"w": w}, sf.Mapping({"w": sf.src("w")[:0].pad([(0, 4)])}))
+    assert plan.simulate(FAST).busiest == "none"
+
+
+def test_a_prediction_is_shown_as_one_line() -> None:
+    topology = dataclasses.replace(FAST, name="1x8 test", nvlink_rate=1e6)
+    predicted = copies(2, 1, layers=1, size=250_000).simulate(topology)
+    line = "1x8 test: 1 s; bound 1 s, ratio 1.000; busiest link: NVLink ingress of rank 2"
+    assert (str(predicted), repr(predicted)) == (line, f"<Simulation on {line}>")
 
 
 def test_nvlink_is_slower_while_it_is_used_both_ways() -> None:

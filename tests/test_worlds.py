@@ -418,6 +418,34 @@ def test_a_later_registration_takes_the_place_of_an_earlier_one(rendezvous: Any)
         process.world.close()
 
 
+def test_a_world_whose_plan_fails_to_end_frees_every_socket(rendezvous: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was left open would let the end of the context wait for ever."""
+    with Processes(rendezvous, [0, 1], [2, 3, 4, 5]) as (trainer, rollout):
+        results = together(*(lambda p=process: p.update(1) for process in (trainer, rollout)))
+        assert errors(results) == []
+
+        def fail() -> None:
+            raise RuntimeError("out of luck")
+
+        for process in (trainer, rollout):
+            monkeypatch.setattr(process.plan.registered(), "end_pending", fail)
+        closed = together(trainer.world.close, rollout.world.close)
+        assert errors(closed) == ["RuntimeError", "RuntimeError"]
+        assert trainer.world.context.closed
+        assert rollout.world.context.closed
+        with pytest.raises(sf.WorldError, match="was closed"):
+            sf.receive(rollout.plan)
+
+
+def test_the_persistent_executor_is_refused_over_sockets(rendezvous: Any) -> None:
+    with sf.connect(rendezvous.address, TOKEN, listen="tcp://127.0.0.1:0") as world:
+        words = "executor is 'persistent', but between processes over zmq there is only 'portable'. Leave executor out"
+        with pytest.raises(sf.RegistrationError, match=words):
+            sf.register(make_plan(), world=world, ranks=[2, 3], executor="persistent")
+        plan = sf.register(make_plan(), world=world, ranks=[2, 3], executor="portable")
+        assert plan.registered().part.transport == "zmq"
+
+
 def test_ranks_and_endpoints_that_cannot_work_are_refused(rendezvous: Any) -> None:
     plan = make_plan()
     for ranks, listen, error, words in (

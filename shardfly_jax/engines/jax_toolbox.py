@@ -184,16 +184,21 @@ def _entry(
         raise PlanError(
             f"layers: num_layers is {count}, but the tree has {own.replace(LAYER, str(count))!r} too. Mend num_layers."
         )
-    tried = range(min(count, len(shapes) + 1))  # more layers than leaves cannot be there
-    found = {shapes.get(own.replace(LAYER, str(i))) for i in tried}
-    if len(found) != 1 or None in found:
-        what = f"has shapes {sorted(shape for shape in found if shape)}" if found - {None} else "is not there"
+    held = [shapes.get(own.replace(LAYER, str(i))) for i in range(min(count, len(shapes) + 1))]  # no more can be there
+    if set(held) == {None}:
+        raise PlanError(f"missing: {own!r} is not in the tree. Mend the name.")
+    if None in held:
         raise PlanError(
-            f"missing: {own!r} {what} in the tree for all of {count} layers, but one shape is needed. Mend the name "
-            "or num_layers."
+            f"layers: num_layers is {count}, but the tree has no {own.replace(LAYER, str(held.index(None)))!r}. Mend "
+            "num_layers, or give a tree with all layers."
+        )
+    found = {shape for shape in held if shape is not None}
+    if len(found) > 1:
+        raise PlanError(
+            f"misshapen: {own!r} has the shapes {sorted(found)} in the tree, but one for all layers is needed. Write "
+            "an sf.Mapping."
         )
     (shape,) = found
-    assert shape is not None
     wanted = tuple(vllm_param["shape"])
     expr, have = _transformed(own, shape, transform)
     if have != wanted:

@@ -10,9 +10,32 @@ import dataclasses
 import functools
 import importlib.resources
 import json
+import reprlib
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from shardfly_jax.sharding.errors import PlanError
+
+
+def _wrong_sizes(what: str, of: Any, **least: int) -> Iterator[str]:
+    """Faults of fields that are no whole numbers, or less than they may be."""
+    for field, lowest in least.items():
+        value = getattr(of, field)
+        if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < lowest:
+            yield (
+                f"{what} {field} is {value!r}, but a whole number of at least {lowest} is needed. Take it from the "
+                "model's config.json."
+            )
+
+
+def _refuse(faults: list[str]) -> None:
+    """Raises:
+    PlanError: There are some.
+    """
+    if faults:
+        raise PlanError(faults)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +50,9 @@ class Experts:
       correction: Whether the router has `e_score_correction_bias`, float32.
       interleaved: gpt-oss' form: one tensor per layer whose columns alternate between gate and up, [in, out], with
         biases, and a router with a bias.
+
+    Raises:
+      PlanError: A size is none; lists all.
     """
 
     count: int
@@ -35,6 +61,9 @@ class Experts:
     shared_width: int = 0
     correction: bool = False
     interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        _refuse([*_wrong_sizes("experts:", self, count=1, width=1, dense_layers=0, shared_width=0)])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +75,9 @@ class Latent:
       kv_rank: Of the joint compression of keys and values.
       nope, rope: Head dimensions of queries and keys without and with rotary embedding.
       value: Head dimension of values.
+
+    Raises:
+      PlanError: A size is none; lists all.
     """
 
     q_rank: int | None
@@ -53,6 +85,10 @@ class Latent:
     nope: int
     rope: int
     value: int
+
+    def __post_init__(self) -> None:
+        ranks = {"kv_rank": 1} if self.q_rank is None else {"q_rank": 1, "kv_rank": 1}
+        _refuse([*_wrong_sizes("latent:", self, **ranks, nope=1, rope=1, value=1)])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +104,9 @@ class Model:
       qk_norm: Whether queries and keys are normed per head.
       qkv_bias, o_bias: Whether those projections have biases.
       sinks: Whether each head has an attention sink.
+
+    Raises:
+      PlanError: Sizes that no model has; lists all.
     """
 
     name: str
@@ -86,6 +125,43 @@ class Model:
     qkv_bias: bool = False
     o_bias: bool = False
     sinks: bool = False
+
+    def __post_init__(self) -> None:
+        _refuse([*self._faults()])
+
+    def _faults(self) -> Iterator[str]:
+        what = f"model: {self.name!r}"
+        for field in ("name", "family"):
+            if not isinstance(value := getattr(self, field), str):
+                yield f"{what} {field} is {value!r}, but a string is needed. Give one."
+        for field, kind in (("experts", Experts), ("latent", Latent)):
+            if not isinstance(value := getattr(self, field), kind | None):
+                yield (
+                    f"{what} {field} is {reprlib.repr(value)}, but {kind.__name__} or None is needed. Give "
+                    f"sf.engines.{kind.__name__}(...)."
+                )
+                return
+        sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab")
+        has_mlp = self.experts is None or self.experts.dense_layers > 0
+        faults = [*_wrong_sizes(what, self, **dict.fromkeys(sizes, 1), width=int(has_mlp))]
+        yield from faults
+        if faults:
+            return
+        if self.heads % self.kv_heads:
+            yield (
+                f"{what} heads is {self.heads}, but it must be a multiple of kv_heads, {self.kv_heads}: as many heads "
+                "share each. Mend one of them."
+            )
+        if self.experts is not None and self.experts.dense_layers > self.layers:
+            yield (
+                f"{what} layers is {self.layers}, but experts.dense_layers is {self.experts.dense_layers}. Mend one of "
+                "them."
+            )
+        if self.latent is not None and self.head_dim != self.latent.nope + self.latent.rope:
+            yield (
+                f"{what} head_dim is {self.head_dim}, but that of queries, latent.nope + latent.rope, is "
+                f"{self.latent.nope + self.latent.rope}. Mend one of them."
+            )
 
     @property
     def dense_layers(self) -> range:
@@ -110,7 +186,7 @@ def model(name: str) -> Model:
       PlanError: The file does not have it.
     """
     data = _file()
-    if name not in data:
+    if not isinstance(name, str) or name not in data:
         raise PlanError(f"model: {name!r} is unknown, but one of these is needed: {', '.join(data)}.")
     c = data[name]
     moe, mla = c["moe"], c["mla"]

@@ -91,7 +91,9 @@ class Ways:
     width: int
 
 
-def check_blocks(model: Model, format: Fp8Block, ways: Callable[[int], Ways], tp: int, multiple_of: int = 1) -> None:
+def check_blocks(
+    model: Model, format: Fp8Block, ways: Callable[[int], Ways], tp: int, *, otherwise: str, multiple_of: int = 1
+) -> None:
     """The engines' own rule for blocks, before anything is planned.
 
     It is `validate_fp8_block_shape` (`quantization/utils/fp8_utils.py`) and `Fp8MoEMethod.create_weights`
@@ -101,6 +103,7 @@ def check_blocks(model: Model, format: Fp8Block, ways: Callable[[int], Ways], tp
     Args:
       ways: What a tp makes ranks hold.
       tp: The one that is wanted.
+      otherwise: What to do where blocks divide no tp's sizes and the attention has other formats too.
       multiple_of: Each tp that is proposed instead.
 
     Raises:
@@ -118,7 +121,10 @@ def check_blocks(model: Model, format: Fp8Block, ways: Callable[[int], Ways], tp
     remedies = [f"Choose tp from {good}"] if good else []
     if here.width > 1 and not indivisible(dataclasses.replace(here, width=1)):
         remedies.append("let ranks share out whole experts (expert_parallel)")
-    remedy = ", or ".join(remedies) or f"No tp does: {model.name} cannot be quantized in such blocks, leave it out"
+    if not remedies:
+        alone = "" if model.latent is not None else f", or {otherwise}"
+        remedies = [f"No tp does, so {model.name} cannot be quantized in such blocks: leave quantization out{alone}"]
+    remedy = ", or ".join(remedies)
     raise PlanError(
         [
             f"indivisible: {model.name} has {n} {what} per rank with tp={tp}, but blocks of {format.rows} x "

@@ -131,7 +131,8 @@ def _add_parameters(builder: FusedBuilder, moe_backend: str) -> None:
 def _quantized(builder: FusedBuilder, quantization: str, ways: Callable[[int], quantized.Ways]) -> Side:
     """The rollout with its linears and experts as codes and scales."""
     if isinstance(format := quantized.FORMATS[quantization], Fp8Block):
-        quantized.check_blocks(builder.model, format, ways, builder.ways(("tp",)))
+        otherwise = "give quantization='fp8_channel', whose scales per row take any size"
+        quantized.check_blocks(builder.model, format, ways, builder.ways(("tp",)), otherwise=otherwise)
     if builder.model.latent is not None:
         _absorbed(builder, into_first=quantization == "fp8_block_ue8m0")
     return quantized.side(builder, format)

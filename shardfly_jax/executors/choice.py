@@ -83,3 +83,21 @@ def make_executor(
     if is_host(devices):
         return HostExecutor(plan, buffers)
     return XlaExecutor(plan, buffers)
+
+
+def check_executor(choice: str, transport: str, runs: str) -> None:
+    """Refuses to run another executor than was asked for.
+
+    Args:
+      choice: What was asked for, as for `register`.
+      transport: Over which ranks reach each other.
+      runs: The only executor there.
+
+    Raises:
+      RegistrationError: They differ.
+    """
+    if choice not in ("auto", runs):
+        raise RegistrationError(
+            f"registration: executor is {choice!r}, but between processes over {transport} there is only {runs!r}. "
+            "Leave executor out, or hold all ranks in one process."
+        )

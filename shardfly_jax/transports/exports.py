@@ -12,13 +12,14 @@ import contextlib
 import functools
 import logging
 import os
+import select
 import shutil
 import socket
 import struct
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardfly_jax.sharding.errors import TransferError
@@ -29,10 +30,14 @@ log = logging.getLogger("shardfly_jax.worlds")
 LENGTHS = struct.Struct("!II")
 """Before each message: bytes of its MAC and of its header."""
 MAX_DESCRIPTORS = 64
+"""In one message; an answer with more pieces is several. Linux takes up to 253 (SCM_MAX_FD)."""
 RETRY_SECS = 0.1
 """After which to listen again, where no descriptor was left for another connection."""
-ANSWER_SECS = 10.0
-"""How long an answer may take, besides the time for which the owner is to wait."""
+LOOK_SECS = 0.5
+"""How often a process that waits for another one's memory looks whether it still has to."""
+
+Offered = tuple[list[int], list[int], list[list[int]]]
+"""Bytes and descriptors of pieces of memory, and rows about what lies in them."""
 
 
 def _are_rows(x: Any) -> bool:
@@ -42,10 +47,13 @@ def _are_rows(x: Any) -> bool:
 ASKS = {"want": {"who": is_text, "what": is_text, "secs": is_secs}}
 """What a process may ask for, and for how long the owner is to wait until it has it."""
 ANSWERS = {
-    "have": {"sizes": lambda x: isinstance(x, list) and all(map(is_number, x)), "rows": _are_rows},
+    "have": {
+        "sizes": lambda x: isinstance(x, list) and all(map(is_number, x)), "rows": _are_rows, "left": is_number,
+    },
     "lack": {},
-}
-"""Bytes of each memory whose descriptor comes along; `rows` are what the asked-for thing says about them."""
+}  # fmt: skip
+"""Bytes of each memory whose descriptor comes along; `rows`, with the first message, are what the asked-for thing says
+about all of them; `left` pieces come in the next ones."""
 
 
 def _send(connection: socket.socket, seal: Seal, header: Header, descriptors: Sequence[int] = ()) -> None:
@@ -55,14 +63,50 @@ def _send(connection: socket.socket, seal: Seal, header: Header, descriptors: Se
     connection.sendall(message[sent:])
 
 
-def _receive(connection: socket.socket, seal: Seal, messages: Any) -> tuple[Header, list[int]] | None:
-    """The next message with its descriptors; None if the other side has gone."""
-    data, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+def _duplicates(descriptors: Sequence[int]) -> list[int]:
+    """Others of the same files; none of them is left open where the process may have no more."""
+    with contextlib.ExitStack() as undo:
+        made = []
+        for descriptor in descriptors:
+            made.append(os.dup(descriptor))
+            undo.callback(os.close, made[-1])
+        undo.pop_all()
+    return made
+
+
+def _answers(sizes: list[int], descriptors: list[int], rows: list[list[int]]) -> Iterator[tuple[Header, list[int]]]:
+    """The messages that hand out an offer, with their descriptors."""
+    for start in range(0, max(len(sizes), 1), MAX_DESCRIPTORS):
+        end = min(start + MAX_DESCRIPTORS, len(sizes))
+        header = {"op": "have", "sizes": sizes[start:end], "rows": [] if start else rows, "left": len(sizes) - end}
+        yield header, descriptors[start:end]
+
+
+def _missing(data: bytes) -> int:
+    """How many bytes of a message are still to come, as far as is known."""
+    known = LENGTHS.size if len(data) < LENGTHS.size else LENGTHS.size + sum(LENGTHS.unpack_from(data))
+    return known - len(data)
+
+
+def _receive(
+    connection: socket.socket, seal: Seal, messages: Any, until_readable: Callable[[], object] = lambda: None
+) -> tuple[Header, list[int]] | None:
+    """The next message with its descriptors; None if the other side has gone.
+
+    Args:
+      until_readable: Called before each read.
+    """
+    until_readable()
+    data, descriptors, _, _ = socket.recv_fds(connection, LENGTHS.size, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
     try:
-        while len(data) < LENGTHS.size or len(data) < LENGTHS.size + sum(LENGTHS.unpack_from(data)):
-            if len(data) >= LENGTHS.size and sum(LENGTHS.unpack_from(data)) > MAX_HEADER_NBYTES:
+        # never into the next message, as the descriptors that come with it would be lost
+        while (
+            missing := LENGTHS.size + (sum(LENGTHS.unpack_from(data)) if len(data) >= LENGTHS.size else 0) - len(data)
+        ):
+            if missing > MAX_HEADER_NBYTES:
                 raise Refused("a message that is too long")
-            more = connection.recv(1 << 20)
+            until_readable()
+            more = connection.recv(min(missing, 1 << 20))
             if not more:
                 raise ConnectionError
             data += more
@@ -91,7 +135,7 @@ class Exports:
         self._seal = seal
         self._folder = tempfile.mkdtemp(prefix="shardfly-")
         self.path = os.path.join(self._folder, "memory")
-        self._offers: dict[str, tuple[Header, list[int]]] = {}
+        self._offers: dict[str, Offered] = {}
         self._open: collections.Counter[str] = collections.Counter()  # connections of each process
         self._connections: set[socket.socket] = set()
         self._changed = threading.Condition()
@@ -109,9 +153,9 @@ class Exports:
           sizes, descriptors: Bytes and descriptor of each piece; they stay open as long as this is offered.
           rows: About them.
         """
-        header = {"op": "have", "sizes": list(sizes), "rows": [list(row) for row in rows]}
+        offer = list(sizes), _duplicates(descriptors), [list(row) for row in rows]
         with self._changed:
-            self._offers[what] = header, [os.dup(descriptor) for descriptor in descriptors]
+            self._offers[what] = offer
             self._changed.notify_all()
 
     def withdraw(self, prefix: str) -> None:
@@ -171,10 +215,12 @@ class Exports:
                     self._changed.wait_for(functools.partial(self._has, header["what"]), header["secs"])
                     if self._is_closed:
                         return
-                    answer, offered = self._offers.get(header["what"], ({"op": "lack"}, []))
-                    given = [os.dup(descriptor) for descriptor in offered]
+                    offer = self._offers.get(header["what"])
+                    given = _duplicates(offer[1]) if offer is not None else []
                 try:  # without the lock: who asks may be stopped, and never take it
-                    _send(connection, self._seal, answer, given)
+                    answers = _answers(offer[0], given, offer[2]) if offer is not None else [({"op": "lack"}, [])]
+                    for answer, some in answers:
+                        _send(connection, self._seal, answer, some)
                 finally:
                     for descriptor in given:
                         os.close(descriptor)
@@ -199,52 +245,113 @@ class Neighbour:
 
     def __init__(self, path: str, seal: Seal, name: str):
         self._path, self._seal, self._name = path, seal, name
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._socket.connect(path)
-        except OSError as error:
-            self._socket.close()
-            raise TransferError(
-                f"update: the GPU memory of another process cannot be reached at {path}: {error}. It has ended, or "
-                "runs on another host or in another file system; let all that share a plan run in one."
-            ) from None
+        self._socket: socket.socket | None = None
 
-    def ask(self, what: str, secs: float) -> tuple[list[int], list[int], list[list[int]]] | None:
-        """Asks for memory and waits for it.
+    def ask(self, what: str, until: float, look: Callable[[], object] = lambda: None) -> Offered | None:
+        """Asks for memory and waits for it, however the owner fares: it may be stopped.
+
+        Args:
+          what: Its name.
+          until: When to give up, as `time.monotonic` counts.
+          look: Called every `LOOK_SECS` meanwhile; what it raises ends the wait.
 
         Returns:
           Bytes and descriptor of each piece, which are the caller's to close, and what the owner says about them; None
-          if it has not offered this in time.
+          if it has not offered this, or has not answered, by then.
 
         Raises:
           TransferError: The owner has gone.
         """
-        self._socket.settimeout(secs + ANSWER_SECS)
         try:
-            _send(self._socket, self._seal, {"op": "want", "who": self._name, "what": what, "secs": secs})
-            message = _receive(self._socket, self._seal, ANSWERS)
-        except (Refused, OSError) as error:
-            raise TransferError(
-                f"update: asking {self._path} for GPU memory failed: {error}. Update again when its process goes on "
-                "or another one holds its ranks."
-            ) from None
-        if message is None:
-            raise TransferError(
-                f"update: the process at {self._path} has ended, has left the world, or has another token. Update "
-                "again when another one holds its ranks."
-            )
-        header, descriptors = message
-        if header["op"] == "lack":
+            connection = self._connected()
+            until_readable = functools.partial(_wait, connection, until, look)
+            while (left_secs := until - time.monotonic()) > 0:
+                secs = min(LOOK_SECS, left_secs)
+                _send(connection, self._seal, {"op": "want", "who": self._name, "what": what, "secs": secs})
+                if (found := self._answer(connection, until_readable)) is not None:
+                    return found
+                look()
             return None
-        if len(descriptors) != len(header["sizes"]):
-            for descriptor in descriptors:
-                os.close(descriptor)
-            raise TransferError(
-                f"update: {len(header['sizes'])} descriptors were to come from {self._path}, but {len(descriptors)} "
-                "came. Raise the limit of open files (ulimit -n)."
-            )
-        return header["sizes"], descriptors, header["rows"]
+        except BaseException as error:
+            self.close()  # an answer that comes late must not be taken for that to another question
+            if isinstance(error, _TooLate):
+                return None
+            if isinstance(error, Refused | OSError):
+                raise TransferError(
+                    f"update: asking {self._path} for GPU memory failed: {error}. Update again when its process goes "
+                    "on or another one holds its ranks."
+                ) from None
+            raise
+
+    def _connected(self) -> socket.socket:
+        if self._socket is None:
+            new = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                new.setblocking(False)  # who is stopped accepts nobody
+                new.connect(self._path)
+                new.setblocking(True)
+            except OSError as error:
+                new.close()
+                raise TransferError(
+                    f"update: the GPU memory of another process cannot be reached at {self._path}: {error}. It has "
+                    "ended, or runs on another host or in another file system; let all that share a plan run in one."
+                ) from None
+            self._socket = new
+        return self._socket
+
+    def _answer(self, connection: socket.socket, until_readable: Callable[[], object]) -> Offered | None:
+        """What the owner answers; None if it has not offered that yet."""
+        sizes: list[int] = []
+        descriptors: list[int] = []
+        rows: list[list[int]] = []
+        with contextlib.ExitStack() as undo:
+            left = 1
+            while left:
+                message = _receive(connection, self._seal, ANSWERS, until_readable)
+                if message is None:
+                    raise TransferError(
+                        f"update: the process at {self._path} has ended, has left the world, or has another token. "
+                        "Update again when another one holds its ranks."
+                    )
+                header, some = message
+                for descriptor in some:
+                    undo.callback(os.close, descriptor)
+                if header["op"] == "lack":
+                    return None
+                if len(some) != len(header["sizes"]):
+                    raise TransferError(
+                        f"update: {len(header['sizes'])} descriptors were to come from {self._path}, but {len(some)} "
+                        "came. Raise the limit of open files (ulimit -n)."
+                    )
+                sizes += header["sizes"]
+                descriptors += some
+                rows += header["rows"]
+                left = header["left"]
+            undo.pop_all()
+        return sizes, descriptors, rows
 
     def close(self) -> None:
-        """Lets its owner know that nothing of this process will write there any more."""
-        self._socket.close()
+        """Lets its owner know that nothing of this process will write there any more, until it is asked again."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+class _TooLate(Exception):
+    """The time to wait for something is over."""
+
+
+def _wait(connection: socket.socket, until: float, look: Callable[[], object]) -> None:
+    """Until there is something to read, or the other side has gone; see `Neighbour.ask`.
+
+    Raises:
+      _TooLate: That takes too long.
+      What `look` raises.
+    """
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    while (left_secs := until - time.monotonic()) > 0:
+        if poll.poll(1000 * min(LOOK_SECS, left_secs)):
+            return
+        look()
+    raise _TooLate

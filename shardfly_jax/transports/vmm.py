@@ -22,8 +22,12 @@ def _driver() -> Any:
     return driver
 
 
-def call(name: str, *args: Any) -> Any:
+def call(name: str, *args: Any, wants: str = "") -> Any:
     """Calls a function of the driver; returns what it returns besides its error.
+
+    Args:
+      name, args: Of the function.
+      wants: What it is called for, for its error.
 
     Raises:
       RegistrationError: The error.
@@ -33,7 +37,8 @@ def call(name: str, *args: Any) -> Any:
         remedy = "Is the GPU free, and does its driver run?"
         if error.name == "CUDA_ERROR_OUT_OF_MEMORY":
             remedy = "JAX takes most of it at its start: set XLA_PYTHON_CLIENT_MEM_FRACTION, so that it leaves enough."
-        raise RegistrationError(f"GPU memory: {name} says {error.name}. {remedy}")
+        why = f"{name} says {error.name}. {remedy}"
+        raise RegistrationError(f"GPU memory: {wants}, but {why}" if wants else f"GPU memory: {why}")
     return rest[0] if rest else None
 
 
@@ -133,7 +138,8 @@ class SharedMemory(Mapping):
             least = _driver().CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
             unit = call("cuMemGetAllocationGranularity", properties, least)
             size = -(-max(nbytes, 1) // unit) * unit
-            handle = call("cuMemCreate", size, properties, 0)
+            wants = f"{size:,} bytes are wanted on GPU {ordinal}"
+            handle = call("cuMemCreate", size, properties, 0, wants=wants)
             kind = _driver().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
             try:
                 self.descriptor = int(call("cuMemExportToShareableHandle", handle, kind, 0))

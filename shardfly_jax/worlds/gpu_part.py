@@ -13,22 +13,19 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from shardfly_jax.binding import Binding, check_addresses, ready_shards
+from shardfly_jax.executors.choice import check_executor
 from shardfly_jax.executors.memory import Key, Sources
 from shardfly_jax.executors.persistent import Others, PersistentExecutor, why_not
 from shardfly_jax.sharding.errors import ParamsMismatch, RegistrationError, SyncTimeout, TransferError, UnknownOutcome
 from shardfly_jax.sharding.optable import Inbox
-from shardfly_jax.transports.exports import Neighbour
+from shardfly_jax.transports.exports import Neighbour, Offered
 from shardfly_jax.transports.vmm import Mapping as MappedMemory, attach, stream_number, wait_for_stream
 from shardfly_jax.worlds.attempt import failure
+from shardfly_jax.worlds.closing import close_all
 from shardfly_jax.worlds.gpu_run import GpuRun
 from shardfly_jax.worlds.part import Part, trainer_devices
 from shardfly_jax.worlds.rendezvous import GONE_SECS
 from shardfly_jax.worlds.wire import Header
-
-Offered = tuple[list[int], list[int], list[list[int]]]
-"""Bytes and descriptors of pieces of memory, and rows about what lies in them."""
-ASK_SECS = 0.5
-"""How often a process that waits for another one's memory looks whether the attempt has ended."""
 
 
 class Place(NamedTuple):
@@ -82,6 +79,7 @@ class GpuPart(Part):
 
     def _open(self) -> None:
         session, plan = self.session, self.session.plan
+        check_executor(session.choice, self.transport, "persistent")
         self.process = secrets.token_hex(8)
         self._devices = {rank: shard.device for (_, _, rank), shard in session.buffers.items()}
         self._sources_at = trainer_devices(session)
@@ -115,13 +113,16 @@ class GpuPart(Part):
         return str(Endpoint(self.world.exports.path, self.process, numbers))
 
     def _close(self) -> None:
-        self.world.exports.withdraw(f"buffers {self.process}")
-        self.world.exports.withdraw(f"inboxes {self.process}")
+        neighbours, self._neighbours = self._neighbours, {}
+        withdrawals = [
+            functools.partial(self.world.exports.withdraw, f"{what} {self.process}") for what in ("buffers", "inboxes")
+        ]
+        close_all(*withdrawals, self._unmap, *(neighbour.close for neighbour in neighbours.values()))
+
+    def _unmap(self) -> None:
+        """Lets go of what others have, before they are told that nothing is written there any more."""
         self._met = self._prepared = self._executor = None
         self._addresses, self._mapped = {}, []
-        for neighbour in self._neighbours.values():  # nothing is mapped any more
-            neighbour.close()
-        self._neighbours = {}
 
     # Who else there is
 
@@ -220,22 +221,24 @@ class GpuPart(Part):
           TransferError: The neighbour has gone.
           Whatever ends the attempt meanwhile.
         """
-        while time.monotonic() < until:
-            try:
-                found = self._neighbours[name].ask(what, ASK_SECS)
-            except TransferError:  # the rendezvous knows whom this process has lost
-                if (failed := self.world.link.failed(epoch, 2 * GONE_SECS + 1)) is not None:
-                    raise failure(failed) from None
-                raise
-            if found is not None:
-                for descriptor in found[1]:
-                    stack.callback(os.close, descriptor)
-                return found
-            if (failed := self.world.link.failed(epoch)) is not None:
-                raise failure(failed)
+        link = self.world.link
+
+        def look(secs: float = 0.0) -> None:
+            if (failed := link.failed(epoch, secs)) is not None:
+                raise failure(failed) from None
+
+        try:
+            found = self._neighbours[name].ask(what, until, look)
+        except TransferError:
+            look(2 * GONE_SECS + 1)  # the rendezvous knows whom this process has lost
+            raise
+        if found is not None:
+            for descriptor in found[1]:
+                stack.callback(os.close, descriptor)
+            return found
         raise SyncTimeout(
-            f"update: process {name[:6]} did not offer its GPU memory in time, while it may have compiled its kernels; "
-            "nothing was written. Update again, or give sf.connect(..., serve=True, deadline_secs=...) more."
+            f"update: process {name[:6]} did not offer its GPU memory in time: it compiles its kernels, or is stopped. "
+            "Nothing was written. Update again, or give sf.connect(..., serve=True, deadline_secs=...) more."
         )
 
     # An update

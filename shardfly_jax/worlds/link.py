@@ -133,12 +133,19 @@ class Link:
         """
         if self._inbox:
             return self._inbox.popleft()
-        if self.lost is not None:
-            raise WorldLost(f"world: {self.lost}. Call sf.connect again, then register the plan.")
+        self._check()
         return None
 
+    def _check(self) -> None:
+        if self.lost is not None:
+            raise WorldLost(f"world: {self.lost}. Call sf.connect again, then register the plan.")
+
     def failed(self, epoch: int, secs: float = 0.0) -> Header | None:
-        """The message that ended an attempt, for which it waits; it is left for `take`. None if none comes in time."""
+        """The message that ended an attempt, for which it waits; it is left for `take`. None if none comes in time.
+
+        Raises:
+          WorldLost: The link is lost, and the attempt had not ended before.
+        """
         until = time.monotonic() + secs
         poller = zmq.Poller()
         poller.register(self.wake.fileno(), zmq.POLLIN)
@@ -146,7 +153,9 @@ class Link:
             self.wake.clear()
             header = next((h for h in list(self._inbox) if h["op"] == "failed" and h["epoch"] == epoch), None)
             left = until - time.monotonic()
-            if header is not None or self.lost is not None or left <= 0:
+            if header is None:
+                self._check()
+            if header is not None or left <= 0:
                 return header
             poller.poll(int(left * 1000) + 1)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardfly_jax.binding import Binding, bind, check_addresses, ready_shards
+from shardfly_jax.executors.choice import check_executor
 from shardfly_jax.executors.memory import Key, host_bytes, wait_for_readers
 from shardfly_jax.sharding.errors import (
     DigestMismatch,
@@ -78,6 +79,7 @@ class MpiPart:
     def _open(self) -> None:
         """Prepares to carry payload."""
         session = self.session
+        check_executor(session.choice, self.transport, "portable")
         if reason := why_not_mpi(shard.device for shard in session.buffers.values()):
             raise RegistrationError(f"registration: {reason}. Hold all ranks in one process, or use another transport.")
         self._steps = steps_of(session.plan, self.held, session.buffers)

@@ -16,6 +16,7 @@ import numpy as np
 
 from shardfly_jax.binding import Binding, check_addresses, ready_shards
 from shardfly_jax.buffers import ALIGNMENT, Wanted
+from shardfly_jax.executors.choice import check_executor
 from shardfly_jax.executors.foreign import array_at
 from shardfly_jax.executors.launches import Attempt
 from shardfly_jax.executors.memory import Key, Sources
@@ -102,14 +103,16 @@ class NvshmemWorld(MpiWorld):
         return self.allocate
 
     def allocate(self, wanted: Sequence[Wanted]) -> list[jax.Array]:
-        """Zeroed arrays; all processes call this together, each for its own."""
-        import nvshmem.core as nv
+        """Zeroed arrays; all processes call this together, each for its own.
 
+        Raises:
+          RegistrationError: The symmetric heap has no room for what the process that needs most needs.
+        """
         starts = np.cumsum([0, *(-(-one.nbytes // ALIGNMENT) * ALIGNMENT for one in wanted)]).tolist()
         said = self.exchange({"op": "allocate", "nbytes": starts[-1]}, self.deadline_secs)
         nbytes = max(words["nbytes"] for words in said) + ALIGNMENT
         with self.bounded(f"allocating {nbytes / 1e9:.2f} GB of the symmetric heap"):
-            buffer = nv.buffer(nbytes, except_on_del=False)
+            buffer = self._new_buffer(nbytes)
         first = -(-int(buffer.handle) // ALIGNMENT) * ALIGNMENT
         with vmm.on(self.gpu.local_hardware_id):
             vmm.call("cuMemsetD8", first, 0, nbytes - ALIGNMENT)
@@ -119,6 +122,21 @@ class NvshmemWorld(MpiWorld):
             array_at(first + start, one.shape, one.dtype, self.gpu, buffer)
             for one, start in zip(wanted, starts[:-1], strict=True)
         ]
+
+    def _new_buffer(self, nbytes: int) -> Any:
+        """Of nvshmem4py; all processes call this together with the same size."""
+        import nvshmem.core as nv
+
+        try:
+            return nv.buffer(nbytes, except_on_del=False)
+        except Exception as error:  # of nvshmem4py, which has no common base for them
+            held = sum(piece.nbytes for piece in self._pieces)
+            raise RegistrationError(
+                f"registration: {nbytes:,} bytes of NVSHMEM's symmetric heap are wanted, besides {held:,} that are in "
+                f"use, but NVSHMEM says: {error}. Start the job with NVSHMEM_SYMMETRIC_SIZE of more than both in every "
+                "process, and where the heap grows as it is needed (CUDA VMM, NVSHMEM's default) let JAX leave so much "
+                "of the GPU: XLA_PYTHON_CLIENT_MEM_FRACTION."
+            ) from error
 
     def words(self, device: jax.Device, count: int) -> jax.Array:
         """Zeroed int32 words; all processes call this together."""
@@ -167,6 +185,7 @@ class NvshmemPart(MpiPart):
 
     def _open(self) -> None:
         session, world = self.session, self.world
+        check_executor(session.choice, self.transport, "persistent")
         addresses = {key: shard.address for key, shard in session.buffers.items() if shard.nbytes}
         self._rows = {key: world.locate(address) for key, address in addresses.items()}
         if None in self._rows.values():

@@ -10,10 +10,12 @@ import jax
 import numpy as np
 
 from shardfly_jax.binding import Binding, bind, check_addresses, ready_shards
+from shardfly_jax.executors.choice import check_executor
 from shardfly_jax.executors.memory import Key, host_bytes
 from shardfly_jax.sharding.errors import ParamsMismatch, RegistrationError, ShardflyError, SyncTimeout, WorldError
 from shardfly_jax.transports.sockets import Incoming, Outgoing
 from shardfly_jax.worlds.attempt import Run, failure
+from shardfly_jax.worlds.closing import close_all
 from shardfly_jax.worlds.rendezvous import GRACE_SECS
 from shardfly_jax.worlds.steps import steps_of
 from shardfly_jax.worlds.wire import Header
@@ -86,6 +88,7 @@ class Part:
     def _open(self) -> None:
         """Prepares to carry payload."""
         session, world, plan = self.session, self.world, self.session.plan
+        check_executor(session.choice, self.transport, "portable")
         self._steps = steps_of(plan, self.held, session.buffers)
         self._targets = {key: host_bytes(shard.address, shard.nbytes) for key, shard in session.buffers.items()}
         self._outgoing = Outgoing(world.context, world.seal)
@@ -103,13 +106,10 @@ class Part:
 
     def close(self) -> None:
         """The plan cannot be updated any more. An update that is pending ends first."""
-        self.session.end_pending()
-        self._close()
+        close_all(self.session.end_pending, self._close)
 
     def _close(self) -> None:
-        self._outgoing.reset()
-        if self._incoming is not None:
-            self._incoming.close()
+        close_all(self._outgoing.reset, *([self._incoming.close] if self._incoming is not None else ()))
 
     @property
     def _endpoint(self) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 Header = dict[str, Any]
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Both sides of a world must speak the same."""
 MAC_NBYTES = 16
 MAX_HEADER_NBYTES = 16 << 20

@@ -12,6 +12,7 @@ import zmq
 from shardfly_jax.buffers import Wanted, zeros
 from shardfly_jax.sharding.errors import RegistrationError, WorldError
 from shardfly_jax.transports.choice import choose, why_not_ipc
+from shardfly_jax.worlds.closing import close_all
 from shardfly_jax.worlds.link import Link
 from shardfly_jax.worlds.serving import Serving
 from shardfly_jax.worlds.wire import Seal
@@ -123,8 +124,8 @@ class World:
 
     def release(self, part: Part) -> None:
         """Gives up a part that could not be registered."""
-        part.close()
         self._part = None
+        part.close()
 
     def check(self, part: Part) -> None:
         """Raises:
@@ -137,20 +138,21 @@ class World:
             )
 
     def close(self) -> None:
-        """Leaves the world. Where the rendezvous is served from here, the world is lost for all."""
+        """Leaves the world, and gives back all that this process has of it, whatever of that fails.
+
+        Where the rendezvous is served from here, the world is lost for all.
+
+        Raises:
+          The first error of what failed.
+        """
         if self.context.closed:
             return
         atexit.unregister(self.close)
-        self.link.leave()  # first, so that an update that is under way ends
-        if self._part is not None:
-            self._part.close()
-            self._part = None
-        if self._exports is not None:
-            self._exports.close()
-        self.link.close()
-        if self._serving is not None:
-            self._serving.close()
-        self.context.term()
+        part, self._part = self._part, None
+        kept = [one.close for one in (part, self._exports) if one is not None]
+        last = [self._serving.close] if self._serving is not None else []
+        # the link is left first, so that an update that is under way ends
+        close_all(self.link.leave, *kept, self.link.close, *last, self.context.term)
 
     def __enter__(self) -> World:
         return self
