@@ -70,7 +70,7 @@ from shardfly_jax.pallas_kernels.launch_words import (
     VERSION,
     launch_size,
 )
-from shardfly_jax.pallas_kernels.packing import encode_pairs, maxima, packs
+from shardfly_jax.pallas_kernels.packing import encode_pairs, maxima, pack_blocks, packs, packs_blocks
 from shardfly_jax.sharding import records as r
 from shardfly_jax.sharding.formats import Conversion
 from shardfly_jax.sharding.quantized_ops import quantizes, quantizes_elements
@@ -406,9 +406,17 @@ class Block:
         if conversion.encodes is not None:
             with when(kind == r.ENCODE_ELEMENTS):
                 if packs(conversion):
-                    encode_pairs(tile, self.side(at, record, tile), m.load_pair(at, r.SOURCE_STRIDE), conversion)
+                    encode_pairs(tile, self.side(at, record, tile), self.within(at)[0], conversion)
                 else:
                     encode_elements(tile, self.side(at, record, tile), conversion)
+
+        if packs_blocks(conversion):
+            with when(kind == r.PACKED_BLOCKS):
+                pack_blocks(tile, self.side(at, record, tile), self.within(at), conversion)
+
+    def within(self, at: Int) -> tuple[Int, Int]:
+        """Source strides of a record's dimensions 0 and 1, which lie within blocks where codes share bytes."""
+        return m.load_pair(at, r.SOURCE_STRIDE), m.load_pair(at, r.SOURCE_STRIDE + 2)
 
     def counter_at(self, inbox: Int, counter: Int) -> Int:
         """Address of a counter."""
