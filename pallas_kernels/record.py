@@ -14,7 +14,7 @@ from shardfly_jax.pallas_kernels import addresses as m, tiles
 from shardfly_jax.pallas_kernels.blocks import Side, encode_elements, quantize_blocks, reduce_elements
 from shardfly_jax.pallas_kernels.conversions import fills
 from shardfly_jax.pallas_kernels.emit import Int, const, if_else, when
-from shardfly_jax.pallas_kernels.packing import encode_pairs, maxima, packs
+from shardfly_jax.pallas_kernels.packing import encode_pairs, maxima, pack_blocks, packs, packs_blocks
 from shardfly_jax.sharding import records as r
 from shardfly_jax.sharding.formats import Conversion
 from shardfly_jax.sharding.quantized_ops import quantizes, quantizes_elements
@@ -148,6 +148,13 @@ class Record:
         if conversion.encodes is not None:
             with when(kind == r.ENCODE_ELEMENTS):
                 if packs(conversion):
-                    encode_pairs(tile, where(), side(), self.pair(r.SOURCE_STRIDE), conversion)
+                    encode_pairs(tile, where(), side(), self.within()[0], conversion)
                 else:
                     encode_elements(tile, where(), side(), conversion)
+        if packs_blocks(conversion):
+            with when(kind == r.PACKED_BLOCKS):
+                pack_blocks(tile, where(), side(), self.within(), conversion)
+
+    def within(self) -> tuple[Int, Int]:
+        """Source strides of dimensions 0 and 1, which lie within blocks where codes share bytes."""
+        return self.pair(r.SOURCE_STRIDE), self.pair(r.SOURCE_STRIDE + 2)

@@ -122,7 +122,10 @@ class QuantizedOps:
         if move.source_rank >= 0:
             conversion = self.plan.conversions[move.convert]
             role = q.WRITES_CODES | (q.STORES_SCALES if match else 0)
-            record = q.block_record(self._region(move, k, across, written), conversion, role)
+            region = self._region(move, k, across, written)
+            record = q.block_record(region, conversion, role)
+            if record is None:
+                record = q.packed_record(region, conversion, role)
             if record is not None:
                 scales = target_key(*match.scales) if match else None
                 also = self._signal(*match.scales) if match else None

@@ -8,7 +8,7 @@ Its `ROLE` says what happens there:
 * `READS_AMAX`: the side holds slots, which give the maxima.
 * `WRITES_CODES`: values are encoded into the target.
 
-There are four kinds:
+There are five kinds:
 
 * `BLOCK_ROWS`: dimension 4 is contiguous in the source.
 * `BLOCK_TRANSPOSE`: dimension 3 is the one that is contiguous in the source. In both, dimension 4 is contiguous in the
@@ -16,6 +16,9 @@ There are four kinds:
 * `REDUCE_ELEMENTS`, `ENCODE_ELEMENTS`: anything else, an element at a time, with slots at the side. Where two codes
   share a byte, an element is the first value of each byte. Dimension 0 then has the extent 1, and its source stride
   leads to the second value.
+* `PACKED_BLOCKS`: whole blocks whose codes share bytes and are contiguous, `PIECE_NBYTES` of them or a multiple. An
+  element is a block. Dimensions 0 and 1 have the extent 1; their source strides lead from a value to the next one of
+  its byte, and from byte to byte.
 """
 
 from __future__ import annotations
@@ -27,12 +30,15 @@ import numpy as np
 
 from shardfly_jax.sharding import records as r
 from shardfly_jax.sharding.formats import Conversion, itemsize
+from shardfly_jax.sharding.quantization import Format
 
 STORES_SCALES, RAISES_AMAX, READS_AMAX, WRITES_CODES = (1 << k for k in range(4))
 STRIP = 16
 """Elements of dimension 4 that a thread handles together: as many codes as a piece has bytes."""
 TILE = 128
 """Most elements of dimensions 3 and 4 in a tile of blocks."""
+PACKED_TILE_SIZE = 512
+"""Most blocks in a tile of `PACKED_BLOCKS`: four for each thread."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,6 +126,40 @@ def block_record(region: SideRegion, conversion: Conversion, role: int) -> np.nd
         return None
     kind = r.BLOCK_TRANSPOSE if turned else r.BLOCK_ROWS
     return _record(kind, region, [*dims_out, rows, columns], tiles, role, (rows.block, columns.block))
+
+
+def packs_blocks(format: Format) -> bool:
+    """Whether the codes of a block are whole pieces of bytes that they share."""
+    rows, columns = format.block
+    return format.per_byte > 1 and rows == 1 and columns is not None and columns % (2 * r.PIECE_NBYTES) == 0
+
+
+def packed_record(region: SideRegion, conversion: Conversion, role: int) -> np.ndarray | None:
+    """The record that encodes whole blocks whose codes share bytes; None if its strides do not allow that.
+
+    Args:
+      region: Its blocks lie in it.
+      conversion: Ends in `Encode`.
+      role: What the record does, without slots.
+    """
+    format = conversion.encodes
+    if format is None or not packs_blocks(format):
+        return None
+    within = sorted((dim for dim in region.dims if dim.is_within), key=lambda dim: dim.write)
+    blocks = [dim for dim in region.dims if not dim.is_within and dim.extent > 1]
+    if len(within) != 2 or len(blocks) > r.DIMS - 2:
+        return None
+    of_byte, nbytes = within
+    if (of_byte.write, nbytes.write, nbytes.extent * of_byte.extent) != (0, 1, format.block[1]):
+        return None
+    if any(n % r.PIECE_NBYTES for n in (region.write, *(dim.write for dim in blocks))):
+        return None
+    blocks.sort(key=lambda dim: -abs(dim.read))  # neighbouring threads read what is near
+    blocks = [SideDim(1, 0, 0, 0, 1)] * (r.DIMS - 2 - len(blocks)) + blocks
+    strides = [SideDim(1, dim.read, 0, 0, 1) for dim in (of_byte, nbytes)]
+    tile_4 = min(blocks[-1].extent, TILE)
+    tiles = (min(blocks[-2].extent, PACKED_TILE_SIZE // tile_4), tile_4)
+    return _record(r.PACKED_BLOCKS, region, [*strides, *blocks], tiles, role, (1, 1))
 
 
 def element_record(region: SideRegion, role: int) -> np.ndarray:

@@ -25,7 +25,9 @@ import numpy as np
 
 from shardfly_jax.sharding.formats import Conversion, ToScale, itemsize
 
-ROWS, CAST, TRANSPOSE, ELEMENTS, BLOCK_ROWS, BLOCK_TRANSPOSE, REDUCE_ELEMENTS, ENCODE_ELEMENTS = range(1, 9)
+ROWS, CAST, TRANSPOSE, ELEMENTS, BLOCK_ROWS, BLOCK_TRANSPOSE, REDUCE_ELEMENTS, ENCODE_ELEMENTS, PACKED_BLOCKS = range(
+    1, 10
+)
 DIMS = 5
 PIECE_NBYTES = 16
 """Bytes of a vector load or store."""

@@ -9,7 +9,7 @@ import numpy as np
 from shardfly_jax.sharding import quantized_records as q, records as r
 from shardfly_jax.sharding.formats import Amax, Conversion, Encode, ToScale, check_finite, itemsize, np_dtype
 
-QUANTIZING = (r.BLOCK_ROWS, r.BLOCK_TRANSPOSE, r.REDUCE_ELEMENTS, r.ENCODE_ELEMENTS)
+QUANTIZING = (r.BLOCK_ROWS, r.BLOCK_TRANSPOSE, r.REDUCE_ELEMENTS, r.ENCODE_ELEMENTS, r.PACKED_BLOCKS)
 
 
 def long(words: np.ndarray) -> int:
@@ -68,6 +68,9 @@ def execute(record: np.ndarray, rule: Conversion, memory: Callable[[int], np.nda
     read, write = (
         offsets(record, *words) for words in ((r.SOURCE_OFFSET, r.SOURCE_STRIDE), (r.TARGET_OFFSET, r.TARGET_STRIDE))
     )
+    if record[r.KIND] == r.PACKED_BLOCKS:
+        pack_blocks(record, rule, (source, target, side), (read, write))
+        return
     x = np.empty(size, np_dtype(rule.source)) if record[r.SOURCE] < 0 else gathered(source, read, rule.source)
     if record[r.KIND] not in QUANTIZING:
         scattered(target, write, rule.apply(x))
@@ -98,6 +101,27 @@ def execute(record: np.ndarray, rule: Conversion, memory: Callable[[int], np.nda
             x = x if record[r.SOURCE] < 0 else gathered(source, read + step, rule.source)
             codes.append(format.encode(rule.values(x), amax.view(np.float32)))
         scattered(target, write, codes[0] if len(codes) == 1 else format.pack(np.stack(codes), 0)[0])
+
+
+def pack_blocks(
+    record: np.ndarray, rule: Conversion, memory: tuple[np.ndarray, ...], at: tuple[np.ndarray, np.ndarray]
+) -> None:
+    """A record whose elements are blocks; `at` has the offsets of their first values and of their codes."""
+    source, target, side = memory
+    format = rule.encodes
+    assert format is not None
+    assert format.block[1] is not None
+    within = [long(record[r.SOURCE_STRIDE + 2 * d : r.SOURCE_STRIDE + 2 * d + 2]) for d in (1, 0)]
+    index = np.indices((format.block[1] // format.per_byte, format.per_byte)).reshape(2, -1)
+    values = rule.values(gathered(source, (at[0][:, None] + within @ index).reshape(-1), rule.source))
+    values = values.reshape(len(at[0]), -1)
+    bits = Amax().apply(values, (1,))
+    check_finite(bits)
+    codes = format.pack(format.encode(values, bits.view(np.float32)))
+    scattered(target, (at[1][:, None] + np.arange(codes.shape[1])).reshape(-1), codes.reshape(-1))
+    if record[r.ROLE] & q.STORES_SCALES:
+        scales = format.scales(bits.view(np.float32)).reshape(-1)
+        scattered(side, offsets(record, r.SIDE_OFFSET, r.SIDE_STRIDE), scales)
 
 
 def blocks_of(record: np.ndarray) -> np.ndarray:

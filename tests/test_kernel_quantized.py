@@ -152,10 +152,18 @@ def test_blocks_that_no_tile_holds_are_reduced_into_slots_beside_their_source(fo
 
 @pytest.mark.parametrize("turned", [True, False])
 def test_codes_that_share_a_byte_are_written_byte_by_byte_after_tiles_have_found_maxima(turned: bool) -> None:
-    job = Job(matrix(formats.triton_mxfp4(), (64, 96), turned=turned))
-    kind = r.BLOCK_TRANSPOSE if turned else r.BLOCK_ROWS
-    pairs = r.ENCODE_ELEMENTS, q.READS_AMAX | q.WRITES_CODES
-    assert records(job) == [(kind, q.RAISES_AMAX), pairs, (r.ELEMENTS, 0)]
+    job = Job(matrix(formats.triton_mxfp4(), (96, 96), turned=turned, sources=2, axis=0 if turned else 1))
+    assert job.plan.staging_nbytes
+    assert {kind for kind, _ in records(job)} >= {r.BLOCK_TRANSPOSE if turned else r.BLOCK_ROWS, r.ENCODE_ELEMENTS}
+    job.update(4)
+    job.check()
+
+
+@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_blocks_whose_codes_share_bytes_are_read_once_for_codes_and_scales(dtype: str, turned: bool) -> None:
+    job = Job(matrix(formats.triton_mxfp4(), (320, 96), dtype, turned=turned), devices=2)
+    assert records(job) == [(r.PACKED_BLOCKS, q.WRITES_CODES | q.STORES_SCALES)]
     job.update(4)
     job.check()
 
@@ -239,8 +247,8 @@ def test_codes_and_scales_of_every_class_of_value_are_the_formats_own(
         x = awkward(source, 144, 64, rng)
         case = matrix(format, x.T.shape if turned else x.shape, source, turned=turned, values=x.T if turned else x)
         job = Job(case)
-        by_element = {r.ENCODE_ELEMENTS} if format.per_byte > 1 else set()
-        assert {kind for kind, _ in records(job)} <= {*BLOCK_KINDS, r.ELEMENTS} | by_element
+        packed = {r.ENCODE_ELEMENTS, r.PACKED_BLOCKS} if format.per_byte > 1 else set()
+        assert {kind for kind, _ in records(job)} <= {*BLOCK_KINDS, r.ELEMENTS} | packed
         job.update(int(rng.integers(2**32)))
         job.check()
 

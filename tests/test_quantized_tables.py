@@ -20,7 +20,7 @@ from shardfly_jax.sharding.moves import Key
 from shardfly_jax.sharding.ops import Inbox
 from shardfly_jax.sharding.optable import OpTables, Phase
 from shardfly_jax.sharding.problem import TargetTree
-from shardfly_jax.sharding.quantization import Fp8Block, Fp8Channel
+from shardfly_jax.sharding.quantization import Fp8Block, Fp8Channel, triton_mxfp4
 
 Memory = dict[Key | Inbox, np.ndarray]
 
@@ -157,3 +157,38 @@ def test_blocks_become_tiles_where_alignment_and_size_allow(name: str) -> None:
         record[[r.BLOCK_3, r.BLOCK_4]],
     )
     assert (int(found[0]), *(part.tolist() for part in found[1:])) == want
+
+
+FP4 = Conversion("bfloat16", (Encode(triton_mxfp4()),), "uint8")
+OF_BYTE, NBYTES, BLOCKS = dim(2, 2, 0, 0, 2), dim(16, 4, 1, 0, 16), dim(3, 64, 16, 1)
+PACKED_RECORDS = {
+    "rows": ([dim(600, 192, 48, 3), BLOCKS, NBYTES, OF_BYTE], 0, ([1, 1, 1, 600, 3], [170, 3])),
+    "columns, which neighbouring threads read together": (
+        [dim(600, 2, 48, 3), dim(3, 38400, 16, 1), dim(16, 2400, 1, 0, 16), dim(2, 1200, 0, 0, 2)], 32,
+        ([1, 1, 1, 3, 600], [3, 128]),
+    ),
+    "experts": ([dim(8, 1 << 20, 1 << 18, 99), dim(9, 192, 48, 3), BLOCKS, NBYTES, OF_BYTE], 0,
+                ([1, 1, 8, 9, 3], [9, 3])),
+    "codes that begin inside a piece": ([BLOCKS, NBYTES, OF_BYTE], 8, None),
+    "rows of codes that do": ([dim(9, 192, 40, 3), BLOCKS, NBYTES, OF_BYTE], 0, None),
+    "an edge block": ([dim(9, 32, 8, 1), dim(8, 4, 1, 0, 8), OF_BYTE], 0, None),
+    "bytes that are apart": ([BLOCKS, dim(16, 4, 3, 0, 16), OF_BYTE], 0, None),
+    "blocks of two runs": ([BLOCKS, dim(4, 64, 4, 0, 4), dim(4, 4, 1, 0, 4), OF_BYTE], 0, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PACKED_RECORDS)
+def test_whole_blocks_of_packed_codes_become_elements_where_alignment_allows(name: str) -> None:
+    dims, write, want = PACKED_RECORDS[name]
+    region = q.SideRegion(tuple(dims), 6, write, 0)
+    assert q.block_record(region, FP4, CODES_AND_SCALES) is None
+    record = q.packed_record(region, FP4, CODES_AND_SCALES)
+    if want is None:
+        assert record is None
+        return
+    assert record is not None
+    assert record[r.KIND] == r.PACKED_BLOCKS
+    assert (record[r.EXTENT : r.EXTENT + 5].tolist(), record[[r.TILE_3, r.TILE_4]].tolist()) == want
+    of_byte, nbytes = sorted(dims, key=lambda dim: dim.write)[:2]
+    assert record[r.SOURCE_STRIDE : r.SOURCE_STRIDE + 4].tolist() == [of_byte.read, 0, nbytes.read, 0]
+    assert q.packed_record(region, BF16, CODES_AND_SCALES) is None, "a code per byte"
