@@ -98,7 +98,7 @@ def simulate(plan: Plan, topology: Topology) -> Simulation:
     links = len(LINKS) * gpus
     sending, receiving = _both_ways(flows, topology, gpus)
     busiest = _busiest(np.bincount(out_link, sending, links), np.bincount(in_link, receiving, links), gpus)
-    launch_secs = stores.launch_secs if stores else 0.0
+    launch_secs = stores.launches(flows.link) if stores else 0.0
     return Simulation(
         topology=topology,
         needs=needs,
