@@ -55,5 +55,5 @@ def shard_to_shard_secs(plan: Plan, needs: Needs, topology: Topology) -> float:
     egress = np.bincount(at, secs[first] * receivers[band[first]])
     # all receivers of a band take what its first takes; spread evenly, the fullest takes its bytes at the mean price
     price = secs[first].sum() / max(plan.row_nbytes[first].sum(), 1)
-    launches = topology.stores.launch_secs if topology.stores else 0.0
+    launches = topology.stores.launches(link[first]) if topology.stores else 0.0
     return max(float(egress.max()), float(needs.gpu_nbytes.max() * price)) + launches

@@ -13,7 +13,7 @@ from shardfly_jax.sharding.plan import Plan, Replica
 from shardfly_jax.sharding.problem import Problem
 from shardfly_jax.sharding.routing import Group, make_groups
 from shardfly_jax.sharding.rows import Rows
-from shardfly_jax.sharding.schedule import LAG, Place, places, times
+from shardfly_jax.sharding.schedule import Place, places, times
 from shardfly_jax.sharding.topology import Topology
 
 
@@ -126,7 +126,7 @@ def _forwards(
             source_tensor=layer - first[giver[:, 0]], source_tensor_step=period, source_offset_step=0,
             target_tensor=layer - first[taker[:, 0]], target_tensor_step=period, convert=bits(dtype),
             band=first_band[index] + band, hop=depth, block=-1,
-            order=place.order + j * place.layer_step + begin + lasts + depth * LAG,
+            order=place.order + j * place.layer_step + begin + lasts + depth * place.lag,
             order_step=period * place.layer_step, order_span=0,
         ))  # fmt: skip
     return tables

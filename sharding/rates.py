@@ -27,13 +27,15 @@ class Stores:
     Attributes:
       nvlink, memory: (run in bytes, bytes per second), ascending: rows of so many contiguous bytes.
       both_ways_rate: Over NVLink each way, while a GPU sends and receives alike.
-      launch_secs: What an update costs beside its bytes.
+      launch_secs: What an update costs beside its bytes within one GPU.
+      launch_secs_between: The same where GPUs send to each other.
     """
 
     nvlink: tuple[tuple[int, float], ...]
     memory: tuple[tuple[int, float], ...]
     both_ways_rate: float
     launch_secs: float
+    launch_secs_between: float
 
     def rate(self, link: int, run_nbytes: np.ndarray) -> np.ndarray:
         """Bytes per second of stores of these runs, one way; between measured runs linear in their logarithm.
@@ -43,6 +45,10 @@ class Stores:
         runs, rates = np.array(self.memory if link == MEMORY else self.nvlink).T
         run = np.maximum(run_nbytes, 1)
         return np.interp(np.log2(run), np.log2(runs), rates) * np.minimum(run / runs[0], 1)
+
+    def launches(self, link: np.ndarray) -> float:
+        """Seconds of launches of an update that uses these kinds of link."""
+        return self.launch_secs if (link == MEMORY).all() else self.launch_secs_between
 
     @property
     def nvlink_rate(self) -> float:
@@ -70,4 +76,5 @@ def measured_stores() -> Stores:
         memory=table("memory"),
         both_ways_rate=rows["both_ways"]["rate"],
         launch_secs=rows["launches"]["secs"],
+        launch_secs_between=rows["launches_between"]["secs"],
     )

@@ -18,7 +18,7 @@ import numpy as np
 from shardfly_jax.sharding.language import Expr, quantized
 from shardfly_jax.sharding.layouts import Box, box_shape
 from shardfly_jax.sharding.problem import Problem
-from shardfly_jax.sharding.routes import Route, fill_hops, roots_of, route
+from shardfly_jax.sharding.routes import LONGEST_CHAIN, Route, fill_hops, roots_of, route
 from shardfly_jax.sharding.topology import Topology
 
 BAND_NBYTES = 16 << 20
@@ -27,6 +27,13 @@ SMALLEST_BAND_NBYTES = 64 << 10
 """Boxes are cut so that several members are roots at once, down to bands of this size."""
 MAX_ROOTS = 16
 """Members that are roots of one group at most: rows of forwards grow with roots times members."""
+MAX_WIDE_ROOTS = 128
+"""The same where hosts form a tree. A host sends twice or not at all there, so links are busy alike only while every
+host is inside of the tree for some roots and at its end for as many others."""
+WIDE_ROUNDS = 256
+"""Rounds of all layers together there: for as many rows, roots are worth more than rounds."""
+SPARE_TRAINERS = 2
+"""Trainers per GPU of a host from which on that is done. Fewer must all send all the time, which takes many rounds."""
 TINY_PERCENT = 1
 """A group with at most this part of a rank's bytes keeps one root for all its layers."""
 FILL_PERCENT = 4
@@ -71,6 +78,7 @@ class Group:
         are root in turn, layer by layer.
       start: Member that is the first root.
       rounds: How many parts of a layer's span the bands are spread over; each holds bands of every root.
+      is_wide: Whether it may have many roots and few rounds: hosts form a tree, and trainers have time to spare.
     """
 
     expr: Expr
@@ -86,6 +94,7 @@ class Group:
     roots: int = 1
     start: int = 0
     rounds: int = 1
+    is_wide: bool = False
 
     @property
     def n_layers(self) -> int:
@@ -154,7 +163,9 @@ def make_groups(problem: Problem, topology: Topology | None) -> list[Group]:
         for _, rank in group.members:
             held[rank] = held.get(rank, 0) + group.box_nbytes * group.n_layers
     largest = max(held.values(), default=1)
+    spare = topology is not None and problem.source_ranks >= SPARE_TRAINERS * topology.gpus_per_host
     for group in groups:
+        group.is_wide = spare and len(group.sizes) > LONGEST_CHAIN
         _cut_bands(group, largest, len(held), topology is not None)
     _choose_roots(groups)
     return groups
@@ -174,7 +185,7 @@ def _cut_bands(group: Group, rank_nbytes: int, ranks: int, known_hosts: bool) ->
     """Sets a group's bands and rounds.
 
     Args:
-      group: With its members.
+      group: With its members, and `is_wide` set.
       rank_nbytes: What the fullest rank holds.
       ranks: How many ranks hold targets.
       known_hosts: Whether `sizes` are those of a topology's hosts.
@@ -193,7 +204,13 @@ def _cut_bands(group: Group, rank_nbytes: int, ranks: int, known_hosts: bool) ->
     # a route takes as many times as long to fill as one round takes to pass on
     percent = FILL_PERCENT if group.n_layers > 1 else LATE_PERCENT
     rounds = min(-(-nbytes * fill_hops(group.sizes) * 100 // (rank_nbytes * percent)), most)
-    if known_hosts:
+    if group.is_wide:
+        while 2 * roots <= min(members, MAX_WIDE_ROOTS) and most > 1:
+            roots, most = 2 * roots, most // 2
+        wanted = (nbytes * WIDE_ROUNDS + rank_nbytes // 2) // rank_nbytes
+        few = SMOOTH_ROWS // (ranks * roots) if group.n_layers == 1 else WIDE_ROUNDS
+        rounds = max(min(wanted, most, few), 1)
+    elif known_hosts:
         smooth = SMOOTH_LATE_ROUNDS if group.n_layers == 1 else SMOOTH_ROUNDS
         rounds = max(rounds, min(smooth, SMOOTH_ROWS // (ranks * roots), nbytes // (SMOOTH_BAND_NBYTES * roots)))
     per_root = max(-(-nbytes // (BAND_NBYTES * roots)), rounds)

@@ -208,7 +208,7 @@ class Rows:
         family, rank = member_list[(np.cumsum(n_members) - n_members)[group] + root].T
         payload = t[:, EXTENTS].prod(axis=1) * count * of_group(g.itemsize for g in groups)[group]
         source = choose_sources(t[:, SHARD], self.holders, payload, rank, topology)
-        order, layer_step, span = (of_group(column)[group] for column in zip(*where, strict=True))
+        order, layer_step, span, _ = (of_group(column)[group] for column in zip(*where, strict=True))
         rounds = of_group(g.rounds for g in groups)[group]
         number = group * roots[group] + np.where(turns[group], 0, turn)
         begin, lasts = times(number, band, per_root, rounds, span)

@@ -2,10 +2,11 @@
 
 The order line has `LENGTH` numbers. Layer after layer takes an equal part of it; inside a layer the tensors follow each
 other by size, largest first and scales last, each over a part proportional to its bytes. Tensors outside the layers
-ride along over the first three quarters of the line, so that there is time to pass them on. All ranks that receive the
+ride along over the first three quarters of the line, so that there is time to pass them on; large ones of wide groups
+come first instead (`_fronts`). All ranks that receive the
 same kind of tensor do so at the same place, bands of all roots together. Where in its run of bands a root begins, and
 when in a round a trainer sends to it, is scattered: no receiver is hit by all at once, and no trainer waits while
-others send. A forward follows what it forwards by `LAG` per hop. Every dependency points to a smaller number: the order
+others send. A forward follows what it forwards by a lag per hop. Every dependency points to a smaller number: the order
 is a linear extension.
 """
 
@@ -24,6 +25,11 @@ from shardfly_jax.sharding.routing import Group
 LENGTH = 1 << 40
 LAG = LENGTH >> 10
 """Distance between a band's last arrival and its forward, per hop."""
+WIDE_LAG = 3 * LAG
+"""The same of wide groups (`Group.is_wide`). There a round takes about four `LAG` (`routing.WIDE_ROUNDS`), its first
+hops use NICs and its last ones NVLink: three apart, hops of rounds that follow each other share all places alike."""
+FRONT_ROUND = 8 * LAG
+"""Most that rounds of `_fronts` may lie apart: one crosses between hosts while the one before is passed on within."""
 CHUNK_NBYTES = 4 << 20
 """Executors cut long runs into chunks of about this size and interleave them."""
 
@@ -64,11 +70,13 @@ class Place(NamedTuple):
       order: Of the first band of the group's first layer.
       layer_step: From one layer to the next.
       span: Room of one layer, shared by its rounds in turn.
+      lag: From a band's last arrival to its forward, per hop.
     """
 
     order: int
     layer_step: int
     span: int
+    lag: int
 
 
 def places(groups: Sequence[Group], families: Sequence[Family]) -> list[Place]:
@@ -88,15 +96,48 @@ def places(groups: Sequence[Group], families: Sequence[Family]) -> list[Place]:
     for expr, nbytes in sorted(kinds.items(), key=lambda kind: (_reads_scales(kind[0]), -kind[1])):
         starts[expr] = (start, nbytes)
         start += nbytes
-    layer = LENGTH // max(last - first, 1)
+    fronts = _fronts([group for group in groups if not is_layered(group)], sum(kinds.values()) * (last - first))
+    front = sum(span for _, span in fronts.values())
+    layer = (LENGTH - front) // max(last - first, 1)
     out = []
     for group in groups:
-        if not is_layered(group):
+        lag = WIDE_LAG if group.is_wide else LAG
+        if is_layered(group):
+            before, nbytes = starts[group.expr]
+            order = front + (group.layers[0] - first) * layer + layer * before // total
+            out.append(Place(order, layer, layer * nbytes // total, lag))
+        elif group.expr in fronts:
+            order, span = fronts[group.expr]
+            out.append(Place(order, LENGTH, span, lag))
+        else:
             late = LENGTH * 3 // 4
-            out.append(Place(late, LENGTH, LENGTH // 16) if _reads_scales(group.expr) else Place(0, LENGTH, late))
-            continue
-        before, nbytes = starts[group.expr]
-        out.append(Place((group.layers[0] - first) * layer + layer * before // total, layer, layer * nbytes // total))
+            order, span = (late, LENGTH // 16) if _reads_scales(group.expr) else (0, late)
+            out.append(Place(order, LENGTH, span, lag))
+    return out
+
+
+def _fronts(groups: Sequence[Group], layers_nbytes: int) -> dict[Expr, tuple[int, int]]:
+    """Order and span of large tensors of wide groups, which come before all layers.
+
+    They have few rounds, since each band of theirs is a row for every member. Those would be bursts among the layers,
+    in which either the NICs or NVLink have nothing to do; close together, each fills what the one before leaves idle.
+
+    Args:
+      groups: Outside the layers.
+      layers_nbytes: Of all layers of one rank.
+    """
+    large = [group for group in groups if group.is_wide and len(group.bands) > 1 and not _reads_scales(group.expr)]
+    nbytes: dict[Expr, int] = {}
+    rounds: dict[Expr, int] = {}
+    for group in large:
+        nbytes[group.expr] = max(nbytes.get(group.expr, 0), group.box_nbytes)
+        rounds[group.expr] = max(rounds.get(group.expr, 0), group.rounds)
+    total = layers_nbytes + sum(nbytes.values())
+    out, start = {}, 0
+    for expr, size in nbytes.items():
+        span = min(LENGTH * size // total, rounds[expr] * FRONT_ROUND)
+        out[expr] = (start, span)
+        start += span
     return out
 
 

@@ -120,7 +120,7 @@ def simulate(plan: Plan, topology: Topology) -> Simulation:
         np.bincount(in_link, receiving, links).reshape(-1, gpus),
         "GPU" if topology.gpu_of_rank else "rank",
     )
-    launch_secs = stores.launch_secs if stores else 0.0
+    launch_secs = stores.launches(flows.link) if stores else 0.0
     return Simulation(
         topology=topology,
         needs=needs,
