@@ -7,8 +7,15 @@ import itertools
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from random_problems import Case, check, fill
 
+from shardfly_jax.sharding import routing
+from shardfly_jax.sharding.language import src
+from shardfly_jax.sharding.layouts import Layout
+from shardfly_jax.sharding.mapping import Mapping
+from shardfly_jax.sharding.problem import TargetTree
 from shardfly_jax.sharding.routes import LONGEST_CHAIN, fill_hops, roots_of, route
+from shardfly_jax.sharding.topology import pools
 
 SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=40).map(tuple)
 
@@ -19,7 +26,7 @@ def test_bytes_reach_every_member_from_one_that_has_them(
 ) -> None:
     members = sum(sizes)
     start = data.draw(st.integers(0, members - 1))
-    turns = data.draw(st.integers(1, min(16, members)))
+    turns = data.draw(st.integers(1, min(128, members)))
     found = route(sizes, start, turns, few)
     host = np.repeat(np.arange(len(sizes)), sizes)
     assert found.order[:, 0].tolist() == roots_of(sizes, np.array(start), turns).tolist()
@@ -34,10 +41,11 @@ def test_bytes_reach_every_member_from_one_that_has_them(
         assert np.bincount(giver[rest]).max(initial=0) <= 4
 
 
+@pytest.mark.parametrize("most", [16, 128])
 @pytest.mark.parametrize(("hosts", "per_host"), [*itertools.product((1, 2, 4, 16, 128), (1, 2, 4, 8))])
-def test_over_the_turns_every_nic_brings_and_takes_its_part(hosts: int, per_host: int) -> None:
+def test_over_the_turns_every_nic_brings_and_takes_its_part(hosts: int, per_host: int, most: int) -> None:
     members = hosts * per_host
-    turns = min(16, members)
+    turns = min(most, members)
     found = route((per_host,) * hosts, 0, turns, False)
     host = np.arange(members) // per_host
     ingress, egress = np.zeros(members), np.zeros(members)
@@ -48,6 +56,27 @@ def test_over_the_turns_every_nic_brings_and_takes_its_part(hosts: int, per_host
         np.add.at(egress, giver[into], 1)
     assert ingress.max() == ingress.min() == turns / per_host
     assert egress.max() <= ingress.max()
+
+
+def test_a_tree_of_hosts_with_many_roots_brings_every_byte_to_every_replica_once(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing, "SMALLEST_BAND_NBYTES", 16)
+    hosts, trainers = LONGEST_CHAIN + 2, routing.SPARE_TRAINERS * 8
+    arrays = {f"h.{k}.w": fill(rng, (64, 32), "float32") for k in range(3)} | {"embed": fill(rng, (256, 16), "float32")}
+    sources, targets = {}, {}
+    for name, x in arrays.items():
+        rows, n = len(x) // trainers, x.shape[1]
+        sources[name] = Layout(x.shape, "float32", {r: [(r * rows, (r + 1) * rows), (0, n)] for r in range(trainers)})
+        whole = {r: [(0, len(x)), (0, n)] for r in range(8 * hosts)}
+        targets[name] = Layout(x.shape, "bfloat16", whole)
+    mapping = Mapping({name: src(name) for name in arrays})
+    tree = TargetTree(name="rollout", tensors=targets, mapping=mapping, ranks=8 * hosts)
+    case = Case(arrays, sources, trainers, [tree])
+    plan = case.plan(pools("h200", trainers, 8 * hosts))
+    assert len(np.unique(plan.moves.target_rank[plan.moves.hop == 0])) >= routing.MAX_WIDE_ROOTS
+    assert plan.moves.hop.max() > 2
+    check(case, plan)
 
 
 def test_long_chains_become_trees() -> None:
