@@ -50,7 +50,10 @@ class Serving:
             self._socket.bind(address)
         except zmq.ZMQError as error:
             self._socket.close(0)
-            raise WorldError(f"world: cannot listen at {address}: {error}. Choose another address.") from None
+            raise WorldError(
+                f"world: address is {address!r}, but this process cannot listen at it ({error.strerror}). Give a free "
+                "address of this host, tcp://host:port or ipc://path."
+            ) from None
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._nudge = Wake()
         self._stopping = False
