@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import re
 import subprocess
 import sys
 import time
@@ -319,10 +320,14 @@ def test_messages_that_are_none_are_refused_and_logged_and_nothing_is_unpickled(
         assert errors(members.update(1)) == []
         assert served(rollout.plan, [1]) == "1"
         until = time.monotonic() + 10
-        while caplog.text.count("refused") < 2 * len(bad) - 1 and time.monotonic() < until:
+
+        def refused(what: str) -> int:
+            return sum(map(int, re.findall(rf"refused (\d+) x {what}", caplog.text)))
+
+        while refused("a message") + refused("a chunk") < 2 * len(bad) - 1 and time.monotonic() < until:
             members.update(1)
-    assert caplog.text.count("refused a message") == len(bad)
-    assert caplog.text.count("refused a chunk") == len(bad) - 1
+    assert (refused("a message"), refused("a chunk")) == (len(bad), len(bad) - 1)
+    assert caplog.text.count("refused") < 2 * len(bad) - 1, "a line a second is enough"
     assert not (tmp_path / "trace").exists()
 
 
