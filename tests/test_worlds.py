@@ -147,6 +147,9 @@ def test_params_that_do_not_fit_end_the_update_for_all_before_anything_is_writte
         )
         assert errors(results) == ["ParamsMismatch", "UpdateRefused", "UpdateRefused"]
         assert "rank 0 refused" in str(results[1])
+        assert ".," not in str(results[1])
+        assert ".." not in str(results[1])
+        assert "Every replica is as it was." in str(results[1])
         assert [registered_bytes(rollout.plan) for rollout in rollouts] == before
         assert [served(rollout.plan, [1]) for rollout in rollouts] == ["1", "1"]
         assert errors(members.update(3)) == []
@@ -199,6 +202,7 @@ def test_who_does_not_take_part_is_named(rendezvous: Any) -> None:
         results = together(lambda: trainer.update(1), lambda: rollout.update(1, wait_secs=0.3))
         assert errors(results) == ["SyncTimeout", "SyncTimeout"]
         assert "rank 4, which no living process holds" in str(results[1])
+        assert "Start a process that registers rank 4, or sf.rescale" in str(results[1])
         assert served(rollout.plan, [1]) == "empty"
 
 

@@ -147,7 +147,7 @@ class Link:
 
     def _check(self) -> None:
         if self.lost is not None:
-            raise WorldLost(f"world: {self.lost}. Call sf.connect again, then register the plan.")
+            raise WorldLost(f"world: {self.lost}. Close this world, then sf.connect again and register the plan.")
 
     def failed(self, epoch: int, secs: float = 0.0) -> Header | None:
         """The message that ended an attempt, for which it waits; it is left for `take`. None if none comes in time.

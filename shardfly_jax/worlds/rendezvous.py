@@ -90,7 +90,8 @@ class Rendezvous:
                 rank = min(member.registration.ranks - entered, key=lambda r: (r in patient, r))
                 member.gave_up = True
                 why = f"{self._describe(rank)} did not take part within {member.entry.wait_secs:g} s"
-                self._fail_entry(who, member, "timeout", rank, why)
+                is_held = any(m.registration and rank in m.registration.held for m in self.members.values())
+                self._fail_entry(who, member, "timeout" if is_held else "absent", rank, why)
         attempt = self.attempt
         if attempt is not None and now > attempt.until:
             self._time_out(attempt)
