@@ -474,6 +474,8 @@ def test_ranks_and_endpoints_that_cannot_work_are_refused(rendezvous: Any) -> No
         ({"address": "127.0.0.1:1"}, "must begin with"),
         ({"listen": 3}, "must begin with"),
         ({"token": ""}, "token"),
+        ({"token": "a\udc80"}, "token is no printable"),
+        ({"name": 7}, "name is no printable"),
         ({"deadline_secs": 0}, "positive"),
         ({"serve": True}, "cannot listen"),
         ({"address": "tcp://127.0.0.1:1", "deadline_secs": 0.1}, "nobody answers"),
