@@ -82,13 +82,12 @@ def train() -> None:
             start = time.perf_counter()
             sf.sync(params, plan)
             secs = time.perf_counter() - start
+            versions = dict(plan.version)  # now, as rollouts leave after their last answer
             if not step:
                 console.print(next(line for line in plan.explain().splitlines() if line.startswith("Transport")))
             want = answer([w.T.astype(jnp.bfloat16) for w in params.values()], prompt)
             said = [float(rollout.stdout.readline()) for rollout in rollouts if rollout.stdout]
-            console.print(
-                f"step {step}: {secs * 1e3:.1f} ms, versions {dict(plan.version)}, answers {said}, {want:.6f}"
-            )
+            console.print(f"step {step}: {secs * 1e3:.1f} ms, versions {versions}, answers {said}, {want:.6f}")
             if said != [float(want)] * REPLICAS:
                 raise SystemExit("a rollout answers with other weights")
         for rollout in rollouts:

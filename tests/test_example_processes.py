@@ -21,4 +21,7 @@ def test_two_rollouts_answer_with_every_steps_weights() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Transport: zmq" in done.stdout
+    for step in range(3):
+        assert f"'rollout/0': {step + 1}" in done.stdout, done.stdout
+        assert f"'rollout/1': {step + 1}" in done.stdout, done.stdout
     assert [f"step {step}" in done.stdout for step in range(3)] == [True] * 3

@@ -281,6 +281,39 @@ def test_a_refusal_is_told_once_to_everybody_who_enters() -> None:
     assert {world.last(who)["op"] for who in HELD} == {"begin"}
 
 
+@pytest.mark.parametrize("again", [None, "a1", "t"], ids=str)
+def test_two_plans_are_told_once_to_everybody_who_enters_later(again: str | None) -> None:
+    """Also where one of those who were told first waits again."""
+    world = World()
+    for who in HELD:
+        world.join(who, digest="other" if who == "t" else "d")
+    world.enter("t")
+    world.enter("a1")
+    assert [(world.last(who)["kind"], world.last(who)["rank"]) for who in ("t", "a1")] == [("digest", 1), ("digest", 0)]
+    if again == "a1":
+        world.enter("a1", entry=2)
+    elif again == "t":
+        world.enter("t", entry=2)
+    world.enter("b")
+    assert (world.last("b")["kind"], world.last("b")["rank"]) == ("digest", 0)
+    world.join("t")
+    for who in HELD:
+        world.enter(who, entry=3)
+    assert {world.last(who)["op"] for who in HELD} == {"begin"}
+
+
+def test_a_plan_that_nobody_holds_any_more_fails_nobody() -> None:
+    world = World()
+    for who in HELD:
+        world.join(who, digest="other" if who == "t" else "d")
+    world.enter("t")
+    world.enter("a1")
+    world.join("t")
+    for who in HELD:
+        world.enter(who, entry=2)
+    assert world.ops("b") == ["welcome", "registered", "begin"]
+
+
 def test_who_withdraws_ends_an_attempt_that_has_begun_and_no_later_one() -> None:
     world = World()
     assert world.started() == 1

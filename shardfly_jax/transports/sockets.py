@@ -5,19 +5,18 @@ Queues are short, so that a sender stops when its receiver does; no call blocks.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import zmq
 
 from shardfly_jax.sharding.errors import WorldError
-from shardfly_jax.worlds.wire import CHUNKS, Header, Refused, Seal
-
-log = logging.getLogger("shardfly_jax.worlds")
+from shardfly_jax.worlds.wire import CHUNKS, Complaints, Header, Refused, Seal
 
 QUEUE = 2
 """Chunks that wait in each direction of each connection, besides what the network holds."""
 HEADER_ROOM = 1 << 16
+MAX_REFUSED = 64
+"""Messages that are no chunks and are dropped in one go, before whoever takes chunks looks at the clock again."""
 ANYWHERE = ("0.0.0.0", "[::]", "://*")
 
 
@@ -44,7 +43,7 @@ class Incoming:
                 f"world: listen is {listen!r}, but others need a host to connect to. Give an address of this host, "
                 "e.g. tcp://127.0.0.1:0."
             )
-        self._seal = seal
+        self._seal, self._complaints = seal, Complaints("a chunk")
         self.socket: zmq.Socket[bytes] = context.socket(zmq.PULL)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.RCVHWM, QUEUE)
@@ -57,15 +56,19 @@ class Incoming:
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def take(self) -> tuple[Header, Any] | None:
-        """Header and payload of the next chunk; None if none has come. What is no chunk is dropped and logged."""
-        while self.socket.poll(0):
+        """Header and payload of the next chunk; None if none has come, or none among many messages. What is no chunk is
+        dropped and logged."""
+        self._complaints.flush()
+        for _ in range(MAX_REFUSED):
+            if not self.socket.poll(0):
+                break
             frames = self.socket.recv_multipart(copy=False)
             try:
                 if len(frames) != 3:
                     raise Refused(f"a message of {len(frames)} frames")
                 return self._seal.open([frame.buffer for frame in frames[:2]], CHUNKS), frames[2].buffer
             except Refused as refused:
-                log.warning("refused a chunk: %s", refused)
+                self._complaints.add(refused)
         return None
 
     def close(self) -> None:

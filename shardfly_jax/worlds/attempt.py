@@ -33,7 +33,7 @@ from shardfly_jax.worlds.wire import Header
 log = logging.getLogger("shardfly_jax.worlds")
 
 KINDS: Mapping[str, type[ShardflyError]] = {
-    "timeout": SyncTimeout, "lost": RankLost, "refused": UpdateRefused, "digest": DigestMismatch,
+    "timeout": SyncTimeout, "absent": SyncTimeout, "lost": RankLost, "refused": UpdateRefused, "digest": DigestMismatch,
     "not finite": NotFinite,
 }  # fmt: skip
 """What each kind of failure is raised as; others are `TransferError`."""
@@ -46,8 +46,10 @@ def failure(header: Header) -> ShardflyError:
         rest = "Replicas that did not complete it are poisoned until the next complete update."
     else:
         where = "before anything was written"
-        rest = "The old version is still served."
-    return KINDS.get(header["kind"], TransferError)(f"update: {header['why']}, {where}. {rest}")
+        rest = "Every replica is as it was."
+    if header["kind"] in ("lost", "absent"):
+        rest += f" Start a process that registers rank {header['rank']}, or sf.rescale to a plan without it."
+    return KINDS.get(header["kind"], TransferError)(f"update: {header['why'].rstrip('.')}, {where}. {rest}")
 
 
 def _is_found(step: Step) -> bool:

@@ -76,6 +76,9 @@ def connect(
             raise WorldError(f"world: {what} is {endpoint!r}, but it must begin with one of {list(SCHEMES)}.")
     if not isinstance(token, str) or not token:
         raise WorldError("world: token is empty or no string. Give every process the same secret.")
+    for what, text in (("token", token), ("name", name)):
+        if text is not None and not (isinstance(text, str) and text.isprintable()):
+            raise WorldError(f"world: {what} is no printable string. Give one.")
     if not isinstance(lost_secs, int | float) or not 0 < lost_secs < math.inf:
         raise WorldError(f"world: lost_secs is {lost_secs!r}, but a positive number of seconds is needed.")
     from shardfly_jax.worlds.world import World

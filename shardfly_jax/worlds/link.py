@@ -68,7 +68,7 @@ class Link:
       wake: Readable when there is something to take, or when the link was lost.
 
     Raises:
-      WorldError: Nobody answers at the address, or it refuses this process.
+      WorldError: The address is none, nobody answers there, or it refuses this process.
     """
 
     def __init__(self, context: zmq.Context[Any], address: str, seal: Seal, name: str, wait_secs: float):
@@ -79,13 +79,13 @@ class Link:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_HEADER_NBYTES)
         self._socket.setsockopt(zmq.ROUTING_ID, b"m" + secrets.token_bytes(15))
-        self._socket.connect(address)
         self._sent, self._seen = 0, 0
         self._outbox: collections.deque[Header] = collections.deque()
         self._inbox: collections.deque[Header] = collections.deque()
         self._nudge = Wake()
         self._stopping = False
         try:
+            self._connect()
             self._greet(name, wait_secs)
         except BaseException:
             self._socket.close(0)
@@ -97,6 +97,15 @@ class Link:
 
     lost: str | None
     news: Header | None
+
+    def _connect(self) -> None:
+        try:
+            self._socket.connect(self.address)
+        except zmq.ZMQError as error:
+            raise WorldError(
+                f"world: address is {self.address!r}, but zmq cannot connect to it ({error.strerror}). Give "
+                "tcp://host:port or ipc://path."
+            ) from None
 
     def _greet(self, name: str, wait_secs: float) -> None:
         self._send({"op": "hello", "protocol": PROTOCOL, "name": name})
@@ -138,7 +147,7 @@ class Link:
 
     def _check(self) -> None:
         if self.lost is not None:
-            raise WorldLost(f"world: {self.lost}. Call sf.connect again, then register the plan.")
+            raise WorldLost(f"world: {self.lost}. Close this world, then sf.connect again and register the plan.")
 
     def failed(self, epoch: int, secs: float = 0.0) -> Header | None:
         """The message that ended an attempt, for which it waits; it is left for `take`. None if none comes in time.

@@ -70,6 +70,7 @@ class Member:
       gave_up: Its last entry came to nothing: it waited too long for others.
       refusal: Why it voted no last, until it enters again.
       told: Who has been told of that refusal.
+      mismatch: The other plan that its last entry met, until it enters or registers again, and who has been told.
       news: What it has been told last about updates and versions.
     """
 
@@ -82,6 +83,7 @@ class Member:
     gave_up: bool = False
     refusal: str | None = None
     told: set[bytes] = dataclasses.field(default_factory=set)
+    mismatch: tuple[Registration, set[bytes]] | None = None
     news: tuple[str, int, dict[str, int]] | None = None
 
 

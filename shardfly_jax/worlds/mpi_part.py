@@ -159,8 +159,8 @@ class MpiPart:
         for process, words in enumerate(said):
             if words["refusal"] is not None and process != self.world.process:
                 raise UpdateRefused(
-                    f"update: rank {min(self.ranks_of[process])} refused: {words['refusal']}, before anything was "
-                    "written. The old version is still served."
+                    f"update: rank {min(self.ranks_of[process])} refused: {words['refusal'].rstrip('.')}, before "
+                    "anything was written. Every replica is as it was."
                 )
         return self.newest + 1
 

@@ -270,7 +270,7 @@ class Part:
                     self._withdraw("it waited too long for an answer")
                     raise SyncTimeout(
                         f"update: rank {min(self.held)} waited more than {wait_secs:g} s for an answer of the "
-                        "rendezvous, before anything was written. The old version is still served."
+                        "rendezvous, before anything was written. Every replica is as it was."
                     )
                 if header["op"] == "refused":
                     raise WorldError(f"update: {header['why']}. Register the plan first.")

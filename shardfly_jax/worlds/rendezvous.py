@@ -90,7 +90,8 @@ class Rendezvous:
                 rank = min(member.registration.ranks - entered, key=lambda r: (r in patient, r))
                 member.gave_up = True
                 why = f"{self._describe(rank)} did not take part within {member.entry.wait_secs:g} s"
-                self._fail_entry(who, member, "timeout", rank, why)
+                is_held = any(m.registration and rank in m.registration.held for m in self.members.values())
+                self._fail_entry(who, member, "timeout" if is_held else "absent", rank, why)
         attempt = self.attempt
         if attempt is not None and now > attempt.until:
             self._time_out(attempt)
@@ -129,10 +130,12 @@ class Rendezvous:
         given = {name: header[name] for name in names} | {"held": frozenset(header["held"])}
         member.registration = None
         member.entry = None
+        member.mismatch = None
         member.claim = (Registration(**given), now + self.deadline_secs + self.lost_secs)
         self._settle_claims()
 
     def _enter(self, who: bytes, member: Member, header: Header, now: float) -> None:
+        member.mismatch = None
         if member.registration is None:
             self._say(who, "refused", why="it entered an update before it had registered")
             return
@@ -228,16 +231,37 @@ class Rendezvous:
                     other.told.add(who)
                     rank = min(other.registration.held)
                     self._fail_entry(who, member, "refused", rank, f"rank {rank} refused: {other.refusal}")
-        entered = [(who, member) for who, member in self.members.items() if member.entry is not None]
-        digests = {member.registration.digest for _, member in entered if member.registration is not None}
-        if len(digests) > 1:
-            plans = {who: member.registration for who, member in entered if member.registration is not None}
-            for who, member in entered:
-                mine = plans[who].digest
-                theirs = next(plan for plan in plans.values() if plan.digest != mine)
-                rank = min(theirs.held)
-                why = f"rank {rank} holds plan {theirs.digest[:12]}, but this process plan {mine[:12]}"
-                self._fail_entry(who, member, "digest", rank, why)
+        plans = {
+            w: m.registration for w, m in self.members.items() if m.entry is not None and m.registration is not None
+        }
+        told = set(plans)
+        for who, mine in plans.items():
+            member = self.members[who]
+            theirs = next((plan for plan in plans.values() if plan.digest != mine.digest), None)
+            if theirs is not None:
+                member.mismatch = theirs, told
+                self._fail_of_other_plan(who, member, mine, theirs)
+            else:
+                self._tell_of_mismatch(who, member, mine)
+
+    def _tell_of_mismatch(self, who: bytes, member: Member, mine: Registration) -> None:
+        """Ends the wait of who comes after two plans have met, one of them its own and the other still registered."""
+        living = {m.registration.digest: m.registration for m in self.members.values() if m.registration is not None}
+        for other in self.members.values():
+            if other.mismatch is None or other.registration is None:
+                continue
+            (theirs, told), plan = other.mismatch, other.registration
+            if mine.digest == theirs.digest:
+                theirs, plan = plan, theirs
+            if mine.digest == plan.digest and theirs.digest in living and who not in told:
+                told.add(who)
+                self._fail_of_other_plan(who, member, mine, living[theirs.digest])
+                return
+
+    def _fail_of_other_plan(self, who: bytes, member: Member, mine: Registration, theirs: Registration) -> None:
+        rank = min(theirs.held)
+        why = f"rank {rank} holds plan {theirs.digest[:12]}, but this process plan {mine.digest[:12]}"
+        self._fail_entry(who, member, "digest", rank, why)
 
     @staticmethod
     def _waits_in(member: Member, digest: str) -> bool:

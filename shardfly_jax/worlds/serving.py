@@ -13,7 +13,7 @@ import zmq
 from shardfly_jax.sharding.errors import WorldError
 from shardfly_jax.worlds.link import BEATS_PER_LOSS, Wake
 from shardfly_jax.worlds.rendezvous import GONE_SECS, Out, Rendezvous
-from shardfly_jax.worlds.wire import MAX_HEADER_NBYTES, TO_RENDEZVOUS, Header, Refused, Seal
+from shardfly_jax.worlds.wire import MAX_HEADER_NBYTES, TO_RENDEZVOUS, Complaints, Header, Refused, Seal
 
 log = logging.getLogger("shardfly_jax.worlds")
 
@@ -50,8 +50,12 @@ class Serving:
             self._socket.bind(address)
         except zmq.ZMQError as error:
             self._socket.close(0)
-            raise WorldError(f"world: cannot listen at {address}: {error}. Choose another address.") from None
+            raise WorldError(
+                f"world: address is {address!r}, but this process cannot listen at it ({error.strerror}). Give a free "
+                "address of this host, tcp://host:port or ipc://path."
+            ) from None
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._complaints = Complaints("a message")
         self._nudge = Wake()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="shardfly-rendezvous", daemon=True)
@@ -71,12 +75,16 @@ class Serving:
         tick = time.monotonic()
         while not self._stopping:
             poller.poll(max(1, int((tick - time.monotonic()) * 1000)))
-            while self._socket.poll(0):  # all of it before the clock: after a pause nobody has been silent
+            # Much of it before the clock, as after a pause nobody has been silent, but not all: strangers may send on
+            # and on. zmq takes from every connection in turn, so theirs do not hold up those of others.
+            until = time.monotonic() + self._tick_secs
+            while time.monotonic() < until and self._socket.poll(0):
                 self._receive(self._socket.recv_multipart())
             now = time.monotonic()
             if now >= tick:
                 self._beat(now)
                 self._send(self._rendezvous.tick(now))
+                self._complaints.flush()
                 tick = now + self._tick_secs
         self._socket.close(1000)
 
@@ -85,7 +93,7 @@ class Serving:
         try:
             header = self._seal.open(rest, TO_RENDEZVOUS)
         except Refused as refused:
-            log.warning("refused a message: %s", refused)
+            self._complaints.add(refused)
             if refused.is_foreign and who not in self._seen:
                 self._post(who, {"op": "refused", "seq": 0, "why": "token"})
             return

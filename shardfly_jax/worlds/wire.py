@@ -10,8 +10,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+log = logging.getLogger("shardfly_jax.worlds")
 
 Header = dict[str, Any]
 
@@ -32,6 +36,29 @@ class Refused(Exception):
     def __init__(self, why: str, *, is_foreign: bool = False):
         super().__init__(why)
         self.is_foreign = is_foreign
+
+
+class Complaints:
+    """Logs messages that were refused, at most one line a second: a stranger may send many.
+
+    Args:
+      what: They are, for the lines.
+    """
+
+    def __init__(self, what: str):
+        self._what = what
+        self._why, self._count, self._next = "", 0, 0.0
+
+    def add(self, refused: Refused) -> None:
+        """Notes one."""
+        self._why, self._count = str(refused), self._count + 1
+        self.flush()
+
+    def flush(self) -> None:
+        """Logs what has been noted, if the last line is a second old."""
+        if self._count and (now := time.monotonic()) >= self._next:
+            log.warning("refused %d x %s, the last: %s", self._count, self._what, self._why)
+            self._count, self._next = 0, now + 1.0
 
 
 def is_number(x: Any) -> bool:
