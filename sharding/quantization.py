@@ -39,6 +39,8 @@ FLOAT4_FIRST = tuple(
 """Bits of the least float32 that rounds to each of its numbers but zero: ties go to even codes."""
 E8M0_LARGEST = 2 * BIAS - 1
 """The largest byte that is used, so that the reciprocal of a scale is never subnormal."""
+LARGEST_FACTOR = 2.0 ** (E8M0_LARGEST - BIAS)
+"""The largest number whose reciprocal is not subnormal, so that the scale of a factor is never zero."""
 
 ROUNDS_AT_1_75 = 1 << 21
 """Added to the bits of a float32, a quarter of its leading digit: from 1.75 on, its exponent rises by one."""
@@ -56,7 +58,8 @@ class Format:
       divisor: `scale = max(amax, floor) / divisor`.
       floor: The least `amax` that counts; 0 for none.
       formula: `reciprocal`: `x * (1 / scale)`; `divide`: `x / scale`; `factor`: `x * (divisor / amax)`, and the scale
-        is the reciprocal of that factor. Every operation is rounded to float32 by itself.
+        is the reciprocal of that factor; both are 1 where that is subnormal. Every operation is rounded to float32 by
+        itself.
       scale: `float32`; `power_of_two`: a power of two, kept as float32; `e8m0`: the same as a byte, its exponent plus
         127.
       rounding, shift, carry: How a scale becomes a power of two: `ceil`, up from `max(amax, floor) / divisor`; `floor`,
@@ -178,7 +181,7 @@ class Format:
         if self.scale != "float32":
             return (self.exponents(amax).astype(np.uint32) << 23).view(np.float32)
         if self.formula == "factor":
-            return flush(one / self.factors(amax))
+            return one / self.factors(amax)
         quotient = self._quotient(amax)
         return np.where(quotient == 0, one, quotient)
 
@@ -191,7 +194,7 @@ class Format:
             floored = np.maximum(flush(np.asarray(amax, np.float32)), np.float32(self.floor))
             with np.errstate(divide="ignore", over="ignore"):
                 factor = np.float32(self.divisor) / floored
-            return np.where(np.isfinite(factor), factor, one)
+            return np.where(factor <= LARGEST_FACTOR, factor, one)
         return one / self._steps(amax)
 
     def encode(self, x: np.ndarray, amax: np.ndarray) -> np.ndarray:

@@ -54,7 +54,7 @@ def scale_by_hand(f: Format, amax: float) -> tuple[float, float]:
         return e + 127, 2.0**-e
     if f.formula == "factor":
         factor = rounded(f.divisor / a) if a and f.divisor / a < 3.4028235e38 else 1.0
-        return rounded(1 / factor), factor
+        return (rounded(1 / factor), factor) if rounded(1 / factor) else (1.0, 1.0)
     s = rounded(a / f.divisor)
     if f.scale == "float32":
         s = s or 1.0
@@ -112,6 +112,9 @@ VALUES = {
     "amax next to 1.75": np.float32([1.75, *[np.nextafter(np.float32(0.875), np.float32(0))] * 31]),
     "amax below 1.75": np.float32([np.nextafter(np.float32(1.75), np.float32(0)), *[-0.25, 0.125] * 15, -0.0]),
     "ties of int8": np.float32([127, *np.arange(-15, 16) + 0.5]),
+    "a factor whose reciprocal is a denormal": np.float32([2e-36, *[-1.9e-36, 1e-37, 3e-37] * 10, 0]),
+    "the largest factor of e4m3": np.float32([448 * 2.0**-126, *[-(2.0**-119), 2.0**-120] * 15, 0]),
+    "a factor above the largest of e4m3": np.float32([448 * 2.0**-126 * (1 - 2.0**-23), *[2.0**-119] * 31]),
     "below every floor": np.float32([1e-13, -2e-14] * 16),
     "between the floors": np.float32([3e-5, -1e-6] * 16),
     "powers of two times 448": np.float32([448 * 2.0**-k for k in range(32)]),
