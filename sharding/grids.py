@@ -46,7 +46,7 @@ def axis_runs(length: int, block: int | None, segments: Segments = ()) -> tuple[
         for lo, hi, index in segments:
             sizes[index] = sizes.get(index, 0) + hi - lo
         return tuple(Run(lo, hi, index, hi - lo, sizes[index] == hi - lo) for lo, hi, index in segments)
-    block = length if block is None else block
+    block = max(length, 1) if block is None else block
     inner = length // block * block
     runs = (Run(0, inner, 0, block, True), Run(inner, length, inner // block, length - inner, True))
     return tuple(run for run in runs if run.lo < run.hi)
@@ -70,7 +70,7 @@ def grid_shape(format: Format, shape: Sequence[int], segments: Sequence[Segments
             f"quantize: a value of shape {tuple(shape)} has no rows and columns. Quantize matrices; rearrange first."
         )
     return tuple(
-        1 + max(run.index + (run.hi - run.lo) // run.block - 1 for run in runs)
+        max((run.index + (run.hi - run.lo) // run.block for run in runs), default=0)
         for runs in grid_runs(format, shape, segments)
     )
 

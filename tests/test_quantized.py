@@ -29,6 +29,7 @@ from checks import (
 
 import shardfly_jax as sf
 from shardfly_jax import formats
+from shardfly_jax.sharding.grids import grid_shape
 from shardfly_jax.sharding.plan import Plan, load
 from shardfly_jax.sharding.planner import build_plan
 from shardfly_jax.sharding.problem import Problem, TargetTree
@@ -544,6 +545,27 @@ def test_a_plan_is_not_run_with_another_class_of_its_formats_name() -> None:
 def test_scales_of_scales_are_refused() -> None:
     with pytest.raises(sf.LanguageError, match="scales of scales"):
         sf.scale_of("w").quantize(SMALL)
+
+
+@pytest.mark.parametrize("shape", [(0, 128), (128, 0), (2, 0, 128), (0, 128, 128)])
+@pytest.mark.parametrize(
+    "format",
+    [
+        formats.Fp8Block(), formats.Fp8Channel(), formats.vllm_fp8_channel(), formats.Fp8Tensor(),
+        formats.Fp8Tensor(per="part"), formats.vllm_fp8_tensor(), formats.ocp_mxfp4(),
+    ],
+)  # fmt: skip
+def test_an_empty_tensor_is_refused_as_one_that_is_not_quantized(
+    format: formats.Format, shape: tuple[int, ...]
+) -> None:
+    entries = {"w": sf.src("w").quantize(format), "s": sf.scale_of("w")}
+    grid = grid_shape(format, shape, ((), ()))
+    assert 0 in grid
+    targets = {"w": cut(format.stored_shape(shape), format.stored), "s": cut(grid, format.scale_dtype)}
+    with pytest.raises(sf.PlanError) as caught:
+        planned(entries, {"w": cut(shape, "float32")}, targets)
+    found = [re.match(r"zero-size: .*?'(\w)'", fault) for fault in caught.value.faults]
+    assert [match and match[1] for match in found] == ["w", "s"], caught.value.faults
 
 
 def test_a_vector_is_not_quantized() -> None:
