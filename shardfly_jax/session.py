@@ -255,7 +255,8 @@ class Session:
             name, reason = next(iter(bad.items()))
             more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
             raise Poisoned(
-                f"replica: {name!r}{more} cannot be read: {reason}. A complete sf.sync(params, plan) heals it."
+                f"replica: {name!r}{more} cannot be read: {reason.rstrip('.')}. A complete "
+                "sf.sync(params, plan) heals it."
             )
 
     def check_buffers(self) -> None:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardfly_jax.sharding.errors import LanguageError
-from shardfly_jax.sharding.formats import Amax, check_finite
+from shardfly_jax.sharding.errors import LanguageError, NotFinite
+from shardfly_jax.sharding.formats import NOT_FINITE, Amax
 from shardfly_jax.sharding.quantization import Format
 
 Segments = tuple[tuple[int, int, int], ...]
@@ -127,5 +127,9 @@ def block_maxima(format: Format, x: np.ndarray, segments: Sequence[Segments], wh
         starts = np.searchsorted(index[order], np.arange(index.max() + 1))
         in_order = amax if (order[1:] > order[:-1]).all() else amax.take(order, axis)
         amax = np.maximum.reduceat(in_order, starts, axis)
-    check_finite(amax, what)
+    if (bad := int((amax >= NOT_FINITE).sum())) > 0:
+        raise NotFinite(
+            f"quantize: the values of {what} hold NaN or infinity in {bad} of {amax.size} blocks, but a scale needs "
+            "finite values. Look at the trainer's weights."
+        )
     return amax.view(np.float32)

@@ -47,7 +47,7 @@ def failure(header: Header) -> ShardflyError:
     else:
         where = "before anything was written"
         rest = "The old version is still served."
-    return KINDS.get(header["kind"], TransferError)(f"update: {header['why']}, {where}. {rest}")
+    return KINDS.get(header["kind"], TransferError)(f"update: {header['why'].rstrip('.')}, {where}. {rest}")
 
 
 def _is_found(step: Step) -> bool:
