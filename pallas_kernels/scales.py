@@ -6,11 +6,12 @@ import numpy as np
 
 from shardfly_jax.pallas_kernels.emit import Int, const
 from shardfly_jax.pallas_kernels.floats import divide, flush
-from shardfly_jax.sharding.formats import NOT_FINITE
-from shardfly_jax.sharding.quantization import BIAS, E8M0_LARGEST, Format
+from shardfly_jax.sharding.quantization import BIAS, E8M0_LARGEST, LARGEST_FACTOR, Format
 
 ONE = 0x3F800000
 """Bits of 1."""
+LARGEST_FACTOR_BITS = int(np.float32(LARGEST_FACTOR).view(np.uint32))
+"""Bits of the largest factor."""
 
 
 def scale(format: Format, amax: Int) -> Int:
@@ -30,7 +31,7 @@ def factor(format: Format, amax: Int) -> Int:
 def _factor(format: Format, amax: Int) -> Int:
     if format.formula == "factor":
         found = divide(_bits(format.divisor), _floored(format, amax))
-        return ((found & 0x7FFFFFFF) < NOT_FINITE).where(found, ONE)
+        return ((found & 0x7FFFFFFF) < LARGEST_FACTOR_BITS + 1).where(found, ONE)
     return divide(const(ONE), _step(format, amax))
 
 
@@ -39,7 +40,7 @@ def _step(format: Format, amax: Int) -> Int:
     if format.scale != "float32":
         return _exponent(format, amax) << 23
     if format.formula == "factor":
-        return flush(divide(const(ONE), _factor(format, amax)))
+        return divide(const(ONE), _factor(format, amax))
     quotient = _quotient(format, amax)
     return (quotient == 0).where(const(ONE), quotient)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from shardfly_jax.sharding.finiteness import described
 from shardfly_jax.sharding.formats import Cast, Divide, MulAdd, number
 from shardfly_jax.sharding.grids import block_maxima, quantize
 from shardfly_jax.sharding.language import (
@@ -32,7 +33,6 @@ from shardfly_jax.sharding.language import (
     Take,
     TakePerLayer,
     axis_sizes,
-    sources,
     split_pattern,
 )
 
@@ -94,7 +94,7 @@ def evaluate(expr: Expr, source: Callable[[str, int], np.ndarray], i: int, cuts:
         case Astype(_, dtype):
             return Cast(dtype).apply(x)
         case Quantize(_, format, segments):
-            return quantize(format, x, segments, ", ".join(map(repr, sources(expr))))[0]
+            return quantize(format, x, segments, described(expr, i))[0]
         case Scales(_, format, segments):
-            return format.scales(block_maxima(format, x, segments, ", ".join(map(repr, sources(expr)))))
+            return format.scales(block_maxima(format, x, segments, described(expr, i)))
     raise TypeError(f"{type(expr).__name__} is not an operation of the language")

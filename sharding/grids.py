@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardfly_jax.sharding.errors import LanguageError
-from shardfly_jax.sharding.formats import Amax, check_finite
+from shardfly_jax.sharding.errors import LanguageError, NotFinite
+from shardfly_jax.sharding.formats import NOT_FINITE, Amax
 from shardfly_jax.sharding.quantization import Format
 
 Segments = tuple[tuple[int, int, int], ...]
@@ -46,7 +46,7 @@ def axis_runs(length: int, block: int | None, segments: Segments = ()) -> tuple[
         for lo, hi, index in segments:
             sizes[index] = sizes.get(index, 0) + hi - lo
         return tuple(Run(lo, hi, index, hi - lo, sizes[index] == hi - lo) for lo, hi, index in segments)
-    block = length if block is None else block
+    block = max(length, 1) if block is None else block
     inner = length // block * block
     runs = (Run(0, inner, 0, block, True), Run(inner, length, inner // block, length - inner, True))
     return tuple(run for run in runs if run.lo < run.hi)
@@ -70,7 +70,7 @@ def grid_shape(format: Format, shape: Sequence[int], segments: Sequence[Segments
             f"quantize: a value of shape {tuple(shape)} has no rows and columns. Quantize matrices; rearrange first."
         )
     return tuple(
-        1 + max(run.index + (run.hi - run.lo) // run.block - 1 for run in runs)
+        max((run.index + (run.hi - run.lo) // run.block for run in runs), default=0)
         for runs in grid_runs(format, shape, segments)
     )
 
@@ -127,5 +127,9 @@ def block_maxima(format: Format, x: np.ndarray, segments: Sequence[Segments], wh
         starts = np.searchsorted(index[order], np.arange(index.max() + 1))
         in_order = amax if (order[1:] > order[:-1]).all() else amax.take(order, axis)
         amax = np.maximum.reduceat(in_order, starts, axis)
-    check_finite(amax, what)
+    if (bad := int((amax >= NOT_FINITE).sum())) > 0:
+        raise NotFinite(
+            f"quantize: the values of {what} hold NaN or infinity in {bad} of {amax.size} blocks, but a scale needs "
+            "finite values. Look at the trainer's weights."
+        )
     return amax.view(np.float32)

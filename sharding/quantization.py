@@ -20,6 +20,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from shardfly_jax.sharding import format_checks
 from shardfly_jax.sharding.errors import LanguageError
 from shardfly_jax.sharding.formats import flush, np_dtype
 
@@ -39,6 +40,8 @@ FLOAT4_FIRST = tuple(
 """Bits of the least float32 that rounds to each of its numbers but zero: ties go to even codes."""
 E8M0_LARGEST = 2 * BIAS - 1
 """The largest byte that is used, so that the reciprocal of a scale is never subnormal."""
+LARGEST_FACTOR = 2.0 ** (E8M0_LARGEST - BIAS)
+"""The largest number whose reciprocal is not subnormal, so that the scale of a factor is never zero."""
 
 ROUNDS_AT_1_75 = 1 << 21
 """Added to the bits of a float32, a quarter of its leading digit: from 1.75 on, its exponent rises by one."""
@@ -51,12 +54,13 @@ class Format:
     """Base of all formats. A subclass states the rest.
 
     Attributes:
-      codes: Dtype of the codes: of a byte or more, or `float4_e2m1fn`, of which two share a byte (see `pack`).
+      codes: Dtype of the codes, one of `format_checks.LARGEST`; two of `float4_e2m1fn` share a byte (see `pack`).
       largest: The largest code.
-      divisor: `scale = max(amax, floor) / divisor`.
+      divisor: `scale = max(amax, floor) / divisor`; at least 4, so that no reciprocal of a scale is subnormal.
       floor: The least `amax` that counts; 0 for none.
       formula: `reciprocal`: `x * (1 / scale)`; `divide`: `x / scale`; `factor`: `x * (divisor / amax)`, and the scale
-        is the reciprocal of that factor. Every operation is rounded to float32 by itself.
+        is the reciprocal of that factor; both are 1 where that is subnormal. Every operation is rounded to float32 by
+        itself.
       scale: `float32`; `power_of_two`: a power of two, kept as float32; `e8m0`: the same as a byte, its exponent plus
         127.
       rounding, shift, carry: How a scale becomes a power of two: `ceil`, up from `max(amax, floor) / divisor`; `floor`,
@@ -86,26 +90,30 @@ class Format:
     @property
     def constants(self) -> dict[str, str | float]:
         """What its class states, and plan files repeat, so that nobody runs a plan with another class of its name."""
-        names = ("codes", "largest", "divisor", "rounding", "shift", "carry", "zero_exponent")
-        return {name: getattr(self, name) for name in names}
+        kinds = {
+            "codes": str, "largest": float, "divisor": float, "rounding": str, "shift": int, "carry": int,
+            "zero_exponent": int,
+        }  # fmt: skip
+        return {name: kind(getattr(self, name)) for name, kind in kinds.items()}
 
     def __post_init__(self) -> None:
-        if not (np.isfinite(self.floor) and self.floor >= 0):
-            raise LanguageError(f"format: floor is {self.floor}, but it is a finite number of at least 0.")
-        if self.formula not in ("reciprocal", "divide", "factor"):
-            raise LanguageError(
-                f"format: formula is {self.formula!r}, but 'reciprocal', 'divide' or 'factor' is known."
-            )
-        if self.scale not in ("float32", "power_of_two", "e8m0"):
-            raise LanguageError(f"format: scale is {self.scale!r}. Use 'float32', 'power_of_two' or 'e8m0'.")
+        name = type(self).__name__
+        format_checks.codes(name, self.codes, self.largest)
+        format_checks.block(name, self.block, self.per_byte)
+        format_checks.real(f"divisor of class {name!r}", self.divisor, format_checks.LEAST_DIVISOR)
+        format_checks.whole(f"zero_exponent of class {name!r}", self.zero_exponent, 0, E8M0_LARGEST)
+        format_checks.choice("rounding", self.rounding, ("ceil", "floor"))
+        format_checks.choice("formula", self.formula, ("reciprocal", "divide", "factor"))
+        format_checks.choice("scale", self.scale, ("float32", "power_of_two", "e8m0"))
+        format_checks.whole("shift", self.shift, 0, 15)
+        format_checks.whole("carry", self.carry, 0, (1 << 23) - 1)
+        self._keep("floor", format_checks.real("floor", self.floor, 0))
         if self.scale != "float32" and self.formula == "factor":
             raise LanguageError("format: a factor is no power of two. Use the formula 'reciprocal'.")
-        columns = self.block[1]
-        if columns is not None and columns % self.per_byte:
-            raise LanguageError(
-                f"format: a block has {columns} columns, but {self.per_byte} codes share a byte. Give it an even "
-                "number."
-            )
+
+    def _keep(self, field: str, value: float) -> None:
+        """Sets a field to the plain value that a check has made of what was given."""
+        object.__setattr__(self, field, value)
 
     @property
     def scope(self) -> Scope:
@@ -115,8 +123,14 @@ class Format:
 
     @property
     def block(self) -> tuple[int | None, int | None]:
-        """Rows and columns of a block, on the last two axes; None is the whole axis (cut by the scope)."""
-        raise NotImplementedError
+        """Rows and columns of a block, on the last two axes; None is the whole axis (cut by the scope).
+
+        Raises:
+          LanguageError: The class does not say.
+        """
+        raise LanguageError(
+            f"format: class {type(self).__name__!r} states no block. Give it a property `block`: rows and columns."
+        )
 
     @property
     def scale_dtype(self) -> str:
@@ -178,7 +192,7 @@ class Format:
         if self.scale != "float32":
             return (self.exponents(amax).astype(np.uint32) << 23).view(np.float32)
         if self.formula == "factor":
-            return flush(one / self.factors(amax))
+            return one / self.factors(amax)
         quotient = self._quotient(amax)
         return np.where(quotient == 0, one, quotient)
 
@@ -191,7 +205,7 @@ class Format:
             floored = np.maximum(flush(np.asarray(amax, np.float32)), np.float32(self.floor))
             with np.errstate(divide="ignore", over="ignore"):
                 factor = np.float32(self.divisor) / floored
-            return np.where(np.isfinite(factor), factor, one)
+            return np.where(factor <= LARGEST_FACTOR, factor, one)
         return one / self._steps(amax)
 
     def encode(self, x: np.ndarray, amax: np.ndarray) -> np.ndarray:
@@ -253,8 +267,8 @@ class Fp8Block(Format):
 
     def __post_init__(self) -> None:
         Format.__post_init__(self)
-        if self.rows < 1 or self.columns < 1:
-            raise LanguageError(f"format: a block is {self.rows} x {self.columns}, but it holds at least one element.")
+        self._keep("rows", format_checks.whole("rows", self.rows, 1))
+        self._keep("columns", format_checks.whole("columns", self.columns, 1))
 
     @property
     def block(self) -> tuple[int | None, int | None]:
@@ -271,6 +285,10 @@ class Fp8Channel(Format):
     """
 
     local: bool = False
+
+    def __post_init__(self) -> None:
+        Format.__post_init__(self)
+        self._keep("local", format_checks.flag("local", self.local))
 
     @property
     def scope(self) -> Scope:
@@ -309,8 +327,7 @@ class Fp8Tensor(Format):
 
     def __post_init__(self) -> None:
         Format.__post_init__(self)
-        if self.per not in ("tensor", "part", "rank"):
-            raise LanguageError(f"format: per is {self.per!r}, but 'tensor', 'part' or 'rank' is known.")
+        format_checks.choice("per", self.per, ("tensor", "part", "rank"))
 
     @property
     def scope(self) -> Scope:
@@ -339,11 +356,8 @@ class MxBlock(Format):
 
     def __post_init__(self) -> None:
         Format.__post_init__(self)
-        if self.rounding not in ("floor", "ceil") or self.scale != "e8m0" or self.shift not in range(16):
-            raise LanguageError(
-                f"format: rounding is {self.rounding!r}, scale {self.scale!r} and shift {self.shift}, but 'floor' or "
-                "'ceil', 'e8m0' and 0 to 15 are known."
-            )
+        format_checks.choice("scale of MX blocks", self.scale, ("e8m0",))
+        self._keep("shift", int(self.shift))
 
     @property
     def block(self) -> tuple[int | None, int | None]:
@@ -386,6 +400,7 @@ class MxFp4(MxBlock):
             raise LanguageError(
                 f"format: carry is {self.carry} and rounding {self.rounding!r}, but 0, or 2^21 with 'floor', is known."
             )
+        self._keep("carry", int(self.carry))
 
 
 def format_class(name: str) -> type[Format]:
@@ -406,7 +421,10 @@ def vllm_fp8_block() -> Fp8Block:
 
 
 def sglang_fp8_block() -> Fp8Block:
-    """SGLang's `per_block_cast_to_fp8` (`layers/quantization/fp8_utils.py`): as vLLM's, always with UE8M0 scales."""
+    """SGLang's `per_block_cast_to_fp8` (`layers/quantization/fp8_utils.py`): as vLLM's, always with UE8M0 scales.
+
+    The adapter's `engines.sglang.rollout(quantization="fp8_block")` has `vllm_fp8_block`'s, as fp8 checkpoints do.
+    """
     return deepgemm_ue8m0()
 
 
@@ -450,7 +468,10 @@ def ocp_mxfp8() -> MxFp8:
 
 
 def vllm_mxfp8() -> MxFp8:
-    """vLLM 0.21's torch path (`quantization/utils/mxfp8_utils.py`): the exponent of amax itself."""
+    """vLLM 0.21's torch path (`quantization/utils/mxfp8_utils.py`): the exponent of amax itself, at most 126.
+
+    From 2^127 on vLLM takes one more, whose reciprocal is subnormal.
+    """
     return MxFp8(shift=0)
 
 

@@ -26,6 +26,8 @@ def bound_quantize(expr: Quantize, layout: Layout, parts: Sequence[int]) -> Quan
       LanguageError: Blocks that would cross from one rank or fused part into the next, ranks that do not tile the
         tensor, or parts fused along an axis whose codes share bytes.
     """
+    if 0 in layout.shape:
+        return expr  # an empty target is refused as such
     fused, scope = outer_fuse(expr), expr.format.scope
     layout = unpacked(layout, expr.format)
     axis = None if fused is None else fused.axis % len(layout.shape) - len(layout.shape)

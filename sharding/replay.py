@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from shardfly_jax.sharding.errors import NotFinite
+from shardfly_jax.sharding.finiteness import not_finite
 from shardfly_jax.sharding.formats import np_dtype
 from shardfly_jax.sharding.moves import (
     Key,
@@ -56,8 +57,8 @@ def replay(plan: Plan, buffers: Buffers, writes: Buffers | None = None) -> None:
                 amax = View(block.offset, move.extents, block.strides).of(staging[slot_key(plan, move, k)])
         try:
             done = conversion.apply(value, within, amax, packed_axis(move))
-        except NotFinite as error:
-            raise NotFinite(f"target {plan.families[key[0]].name(key[1])!r}: {error}") from None
+        except NotFinite:
+            raise not_finite(plan.families[key[0]], key[1]) from None
         target[...] = np.maximum(target, done) if key in staging else done
         if writes is not None and key not in staging:
             target_view(move).of(writes(*key))[...] += 1

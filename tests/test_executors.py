@@ -21,6 +21,7 @@ from shardfly_jax.executors.host import HostExecutor
 from shardfly_jax.executors.memory import Shard, Sources, host_bytes
 from shardfly_jax.executors.persistent import PersistentExecutor
 from shardfly_jax.executors.xla import XlaExecutor
+from shardfly_jax.sharding.format_checks import LARGEST
 from shardfly_jax.sharding.formats import (
     Amax,
     Cast,
@@ -243,9 +244,18 @@ FORMATS = [
 ]  # fmt: skip
 
 
+def coded(dtype: str) -> formats.Format:
+    """A format like NeMo's, whose class states other codes."""
+    stated = {"codes": dtype, "largest": LARGEST[dtype], "divisor": LARGEST[dtype]}
+    return dataclasses.dataclass(frozen=True, kw_only=True)(type("Other", (formats.Fp8Block,), stated))(floor=0.0)
+
+
+OTHER_CODES = [coded(dtype) for dtype in LARGEST if dtype not in {format.codes for format in FORMATS}]
+
+
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("source", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("format", FORMATS, ids=[f"{type(f).__name__}-{k}" for k, f in enumerate(FORMATS)])
+@pytest.mark.parametrize("format", [*FORMATS, *OTHER_CODES], ids=lambda f: f"{type(f).__name__}-{f.codes}-{f.formula}")
 def test_quantization_agrees_bit_for_bit_on_a_million_values(
     format: formats.Format, source: str, platform: str, rng: np.random.Generator
 ) -> None:

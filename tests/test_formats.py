@@ -11,6 +11,7 @@ from random_quantized import Fp4Tensor
 
 import shardfly_jax as sf
 from shardfly_jax import formats
+from shardfly_jax.sharding.format_checks import LARGEST
 from shardfly_jax.sharding.formats import np_dtype
 from shardfly_jax.sharding.grids import block_indices, grid_runs, grid_shape, quantize
 from shardfly_jax.sharding.quantization import Format, MxBlock, format_class
@@ -54,7 +55,7 @@ def scale_by_hand(f: Format, amax: float) -> tuple[float, float]:
         return e + 127, 2.0**-e
     if f.formula == "factor":
         factor = rounded(f.divisor / a) if a and f.divisor / a < 3.4028235e38 else 1.0
-        return rounded(1 / factor), factor
+        return (rounded(1 / factor), factor) if rounded(1 / factor) else (1.0, 1.0)
     s = rounded(a / f.divisor)
     if f.scale == "float32":
         s = s or 1.0
@@ -112,6 +113,9 @@ VALUES = {
     "amax next to 1.75": np.float32([1.75, *[np.nextafter(np.float32(0.875), np.float32(0))] * 31]),
     "amax below 1.75": np.float32([np.nextafter(np.float32(1.75), np.float32(0)), *[-0.25, 0.125] * 15, -0.0]),
     "ties of int8": np.float32([127, *np.arange(-15, 16) + 0.5]),
+    "a factor whose reciprocal is a denormal": np.float32([2e-36, *[-1.9e-36, 1e-37, 3e-37] * 10, 0]),
+    "the largest factor of e4m3": np.float32([448 * 2.0**-126, *[-(2.0**-119), 2.0**-120] * 15, 0]),
+    "a factor above the largest of e4m3": np.float32([448 * 2.0**-126 * (1 - 2.0**-23), *[2.0**-119] * 31]),
     "below every floor": np.float32([1e-13, -2e-14] * 16),
     "between the floors": np.float32([3e-5, -1e-6] * 16),
     "powers of two times 448": np.float32([448 * 2.0**-k for k in range(32)]),
@@ -257,10 +261,74 @@ def test_a_new_format_is_one_class(rng: np.random.Generator) -> None:
     assert format_class(E5M2Rows.full_name()) is E5M2Rows
 
 
+def stating(**stated: object) -> Format:
+    """A format whose class states something else."""
+    return dataclasses.dataclass(frozen=True, kw_only=True)(type("Mine", (formats.Fp8Block,), stated))()
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ({"codes": "uint8"}, "codes of class 'Mine' is 'uint8', but codes are encoded in float8_e4m3fn,"),
+        ({"codes": "int4"}, "is 'int4'"), ({"codes": "float6_e2m3fn"}, "is 'float6_e2m3fn'"),
+        ({"codes": "float8_e8m0fnu"}, "is 'float8_e8m0fnu'"), ({"codes": np.int8}, "State one of these dtypes"),
+        ({"largest": 449.0}, "largest of class 'Mine' is 449.0, but codes of float8_e4m3fn end at 448"),
+        ({"codes": "int8", "largest": 128.0}, "codes of int8 end at 127"),
+        ({"codes": "int8", "largest": 126.5}, "a whole number above 0"),
+        ({"codes": "float8_e5m2", "largest": 57345.0}, "end at 57344"),
+        ({"codes": "float4_e2m1fn", "largest": 7.0}, "end at 6"),
+        ({"largest": 0.0}, "above 0"), ({"largest": float("nan")}, "finite"), ({"largest": "448"}, "finite"),
+        ({"divisor": 3.9}, "divisor of class 'Mine' is 3.9, but a number of at least 4 that is finite in float32"),
+        ({"divisor": float("inf")}, "finite"), ({"zero_exponent": 254}, "from 0 to 253"),
+        ({"block": 128}, "block of class 'Mine' is 128, but it is a pair"), ({"block": (1, 2, 3)}, "a pair"),
+        ({"block": (0, 128)}, "number of rows of a block is 0"), ({"block": (1, 32.0)}, "columns of a block is 32.0"),
+        ({"rounding": "up"}, "rounding is 'up'"), ({"carry": 1 << 23}, "carry is 8388608"),
+    ],
+)  # fmt: skip
+def test_a_class_that_states_what_cannot_be_is_refused_by_its_name(stated: dict[str, object], message: str) -> None:
+    with pytest.raises(sf.LanguageError) as caught:
+        stating(**stated)
+    assert message in str(caught.value)
+
+
+def test_a_format_without_a_block_is_refused() -> None:
+    with pytest.raises(sf.LanguageError, match="class 'Format' states no block"):
+        Format()
+
+
+@pytest.mark.parametrize(("codes", "largest"), LARGEST.items())
+def test_the_largest_number_of_each_dtype_of_codes_is_its_own(codes: str, largest: float) -> None:
+    dtype = np_dtype(codes)
+    info = ml_dtypes.iinfo(dtype) if codes == "int8" else ml_dtypes.finfo(dtype)
+    assert largest == float(info.max)
+    assert stating(codes=codes, largest=largest).largest == largest
+
+
+def test_what_numpy_counts_with_is_kept_as_plain_numbers() -> None:
+    block = formats.Fp8Block(rows=np.int64(8), columns=np.uint8(16), floor=np.float32(0.5))
+    assert block == formats.Fp8Block(rows=8, columns=16, floor=0.5)
+    assert [type(value) for value in (block.rows, block.columns, block.floor)] == [int, int, float]
+    assert type(formats.Fp8Block(floor=0).floor) is float
+    assert str(formats.Fp8Block(floor=-0.0).floor) == "0.0"  # its bits would be above those of any amax
+    assert type(formats.Fp8Channel(local=np.True_).local) is bool
+    assert type(formats.MxFp8(shift=np.int32(4)).shift) is int
+    constants = stating(largest=np.float32(240), divisor=240).constants
+    assert constants == stating(largest=240.0, divisor=240.0).constants
+    assert {type(value) for value in constants.values()} == {str, float, int}
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
         lambda: formats.Fp8Block(floor=-1.0), lambda: formats.Fp8Block(floor=float("nan")),
+        lambda: formats.Fp8Block(floor=float("inf")), lambda: formats.Fp8Block(floor=1e39),
+        lambda: formats.Fp8Block(floor="0"), lambda: formats.Fp8Block(floor=True), lambda: formats.Fp8Block(floor=1j),
+        lambda: formats.Fp8Block(floor=None), lambda: formats.Fp8Block(rows=True), lambda: formats.Fp8Block(rows=None),
+        lambda: formats.Fp8Block(rows=8.0),
+        lambda: formats.Fp8Block(columns="128"), lambda: formats.Fp8Block(columns=1.5),
+        lambda: formats.Fp8Channel(local=1), lambda: formats.Fp8Channel(local="no"), lambda: formats.Fp8Tensor(per=3),
+        lambda: formats.Fp8Block(formula=["divide"]), lambda: formats.MxFp8(shift=8.0),
+        lambda: formats.MxFp8(shift=True), lambda: formats.MxFp4(carry=False), lambda: formats.MxFp8(scale="float32"),
         lambda: formats.Fp8Block(rows=0), lambda: formats.Fp8Block(formula="fast"),
         lambda: formats.Fp8Block(scale="e8m0", formula="factor"), lambda: formats.Fp8Block(scale="e4m3"),
         lambda: formats.Fp8Tensor(per="row"), lambda: formats.MxFp8(rounding="up"), lambda: formats.MxFp8(shift=-1),

@@ -132,7 +132,7 @@ def test_values_that_are_not_finite_make_nothing_complete(
         check_update(processes, 1)
         results = together(*(lambda p=process: p.update(2, spoiled=bool(p.trainers)) for process in processes))
         assert errors(results) == ["NotFinite"] * 5
-        assert "the values to be quantized hold NaN or infinity" in str(results[-1])
+        assert "hold NaN or infinity" in str(results[-1])
         assert {served(process.plan, [1, 2]) for process in processes[2:]} == {"poisoned"}
         check_update(processes, 3)
 

@@ -232,6 +232,7 @@ def awkward(dtype: str, rows: int, columns: int, rng: np.random.Generator) -> np
     x[3, ::7] = np_dtype(dtype).type(1e-39 if dtype != "float16" else 6e-8)
     if dtype != "float16":  # subnormals beside the smallest normal values
         x[6], x[6, ::3] = np_dtype(dtype).type(2e-38), np_dtype(dtype).type(5e-39)
+        x[8], x[8, ::3] = np_dtype(dtype).type(2e-36), np_dtype(dtype).type(-1e-36)  # factors above the largest
     x[5], x[5, 7] = np_dtype(dtype).type(1e-3), np_dtype(dtype).type(6e4)
     return x
 

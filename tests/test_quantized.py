@@ -29,9 +29,13 @@ from checks import (
 
 import shardfly_jax as sf
 from shardfly_jax import formats
+from shardfly_jax.sharding.evaluate import evaluate
+from shardfly_jax.sharding.formats import np_dtype
+from shardfly_jax.sharding.grids import grid_shape
 from shardfly_jax.sharding.plan import Plan, load
 from shardfly_jax.sharding.planner import build_plan
 from shardfly_jax.sharding.problem import Problem, TargetTree
+from shardfly_jax.sharding.replay import replay
 
 E4M3 = ml_dtypes.float8_e4m3fn
 SMALL = formats.Fp8Block(rows=4, columns=8)
@@ -368,12 +372,28 @@ def test_nan_and_infinity_poison_an_update_with_the_tensors_name(
     broken = values["h.1.w"].copy()
     broken[row, 5] = bad
     over = mesh((2,), "fsdp")
-    with pytest.raises(sf.NotFinite, match=r"target 'h\.1\.[ws]'.*NaN or infinity"):
+    with pytest.raises(
+        sf.NotFinite, match=r"target 'h\.1\.[ws]': quantize: the values of 'h\.1\.w' hold NaN or infinity, but"
+    ):
         sf.sync(params | {"h.1.w": put(broken, over, "fsdp")}, plan)
-    with pytest.raises(sf.Poisoned, match="NotFinite"):
+    with pytest.raises(sf.Poisoned, match=r"NotFinite.*weights\. A complete sf\.sync"):
         sf.params(plan)
     sf.sync(params, plan)
     assert sf.verify(params, plan) == plan.target_nbytes
+
+
+def test_values_that_the_mapping_makes_infinite_are_blamed_on_it_too() -> None:
+    names = [f"w{k}" for k in range(6)]
+    value = sf.concat([sf.src(name) for name in names], axis=0).scale(1e38).quantize(SMALL)
+    values = {name: np.full((4, 8), 10, np.float32) for name in names}
+    with pytest.raises(sf.NotFinite) as caught:
+        evaluate(value, lambda name, _: values[name], 0, ())
+    made = "the values of 'w0', 'w1', 'w2', 'w3' and 2 more, which the mapping's scale or cast may have made so, hold"
+    assert f"{made} NaN or infinity in 6 of 6 blocks" in str(caught.value)
+    plan = planned({"w": value}, {n: cut((4, 8), "float32") for n in names}, {"w": cut((24, 8), E4M3)})
+    with pytest.raises(sf.NotFinite) as caught:
+        replay(plan, lambda family, tensor, rank: np.full(24 * 8, 10, np_dtype(plan.families[family].layout.dtype)))
+    assert f"target 'w': quantize: {made} NaN or infinity, but" in str(caught.value)
 
 
 def test_replicas_may_differ_in_format(rng: np.random.Generator) -> None:
@@ -544,6 +564,27 @@ def test_a_plan_is_not_run_with_another_class_of_its_formats_name() -> None:
 def test_scales_of_scales_are_refused() -> None:
     with pytest.raises(sf.LanguageError, match="scales of scales"):
         sf.scale_of("w").quantize(SMALL)
+
+
+@pytest.mark.parametrize("shape", [(0, 128), (128, 0), (2, 0, 128), (0, 128, 128)])
+@pytest.mark.parametrize(
+    "format",
+    [
+        formats.Fp8Block(), formats.Fp8Channel(), formats.vllm_fp8_channel(), formats.Fp8Tensor(),
+        formats.Fp8Tensor(per="part"), formats.vllm_fp8_tensor(), formats.ocp_mxfp4(),
+    ],
+)  # fmt: skip
+def test_an_empty_tensor_is_refused_as_one_that_is_not_quantized(
+    format: formats.Format, shape: tuple[int, ...]
+) -> None:
+    entries = {"w": sf.src("w").quantize(format), "s": sf.scale_of("w")}
+    grid = grid_shape(format, shape, ((), ()))
+    assert 0 in grid
+    targets = {"w": cut(format.stored_shape(shape), format.stored), "s": cut(grid, format.scale_dtype)}
+    with pytest.raises(sf.PlanError) as caught:
+        planned(entries, {"w": cut(shape, "float32")}, targets)
+    found = [re.match(r"zero-size: .*?'(\w)'", fault) for fault in caught.value.faults]
+    assert [match and match[1] for match in found] == ["w", "s"], caught.value.faults
 
 
 def test_a_vector_is_not_quantized() -> None:

@@ -24,7 +24,7 @@ from shardfly_jax.sharding.formats import (
     np_dtype,
     number,
 )
-from shardfly_jax.sharding.quantization import BIAS, E8M0_LARGEST, FLOAT4_FIRST, Format
+from shardfly_jax.sharding.quantization import BIAS, E8M0_LARGEST, FLOAT4_FIRST, LARGEST_FACTOR, Format
 
 EXACT = {"xla_allow_excess_precision": False}
 """Compiler options under which XLA keeps every rounding; it would drop one to float16 between two float32 steps."""
@@ -120,7 +120,7 @@ def _steps(format: Format, amax: jax.Array) -> jax.Array:
     if format.scale != "float32":
         return lax.bitcast_convert_type(_exponents(format, amax) << 23, jnp.float32)
     if format.formula == "factor":
-        return _flush(_quotient(1.0, _factors(format, amax)))
+        return _quotient(1.0, _factors(format, amax))
     found = _quotients(format, amax)
     return jnp.where(found == 0, jnp.float32(1), found)
 
@@ -131,7 +131,7 @@ def _factors(format: Format, amax: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type((2 * BIAS - _exponents(format, amax)) << 23, jnp.float32)
     if format.formula == "factor":
         found = _quotient(format.divisor, _floored(format, amax))
-        return jnp.where(jnp.isfinite(found), found, jnp.float32(1))
+        return jnp.where(found <= LARGEST_FACTOR, found, jnp.float32(1))
     return _quotient(1.0, _steps(format, amax))
 
 

@@ -22,6 +22,7 @@ import numpy as np
 from shardfly_jax.executors import hostquantize
 from shardfly_jax.executors.memory import Key, Shard, Sources, host_bytes, nothing_left
 from shardfly_jax.sharding.errors import NotFinite
+from shardfly_jax.sharding.finiteness import not_finite
 from shardfly_jax.sharding.formats import Conversion, np_dtype
 from shardfly_jax.sharding.moves import (
     Move,
@@ -155,9 +156,9 @@ class HostExecutor:
         for item in items:
             try:
                 self._do(item, flats)
-            except NotFinite as error:
+            except NotFinite:
                 family, tensor, _ = item.key
-                raise NotFinite(f"target {self.plan.families[family].name(tensor)!r}: {error}") from None
+                raise not_finite(self.plan.families[family], tensor) from None
             if progress is not None and not item.merges:
                 progress(item.target.nbytes)
 

@@ -136,8 +136,6 @@ def _codes(step: object, values: np.ndarray, bits: np.ndarray, packed: int) -> n
     target = np_dtype(format.codes)
     if target.kind == "i":
         return np.rint(scaled).astype(target)
-    if target.itemsize > 1:
-        return scaled.astype(target)
     words = scaled.view(np.uint32)
     top = (words >> 16).astype(np.uint16)
     top |= (words & 0xFFFF) != 0  # what is cut off still decides ties

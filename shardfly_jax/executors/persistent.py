@@ -19,7 +19,8 @@ from shardfly_jax.executors.memory import Key, Shard, Sources
 from shardfly_jax.executors.phases import Phases
 from shardfly_jax.pallas_kernels.launch_words import REPORT_SIZE
 from shardfly_jax.sharding import optable
-from shardfly_jax.sharding.errors import NotFinite, SyncTimeout
+from shardfly_jax.sharding.errors import SyncTimeout
+from shardfly_jax.sharding.finiteness import not_finite
 from shardfly_jax.sharding.optable import Inbox
 from shardfly_jax.sharding.plan import Plan
 from shardfly_jax.sharding.records import PIECE_NBYTES
@@ -276,10 +277,7 @@ class PersistentExecutor:
         """
         if key := outcome.work.refused(outcome.refused):
             family, tensor, _ = key
-            raise NotFinite(
-                f"target {self.plan.families[family].name(tensor)!r}: quantize: the values hold NaN or infinity, but a "
-                "scale needs finite values. Look at the trainer's weights."
-            )
+            raise not_finite(self.plan.families[family], tensor)
 
 
 def _own_inbox(device: jax.Device, words: int) -> jax.Array:

@@ -19,7 +19,8 @@ from shardfly_jax.executors import convert
 from shardfly_jax.executors.memory import Key, Shard, Sources, nothing_left
 from shardfly_jax.executors.strided import Region, indices, region
 from shardfly_jax.sharding.errors import StaleBuffer
-from shardfly_jax.sharding.formats import Conversion, ToScale, check_finite
+from shardfly_jax.sharding.finiteness import not_finite
+from shardfly_jax.sharding.formats import NOT_FINITE, Conversion, ToScale
 from shardfly_jax.sharding.layouts import dense_strides
 from shardfly_jax.sharding.moves import (
     Move,
@@ -111,7 +112,8 @@ class XlaExecutor:
         for (family, tensor, _), worst in zip(
             [key for key, _ in watched], jax.device_get([worst for _, worst in watched]), strict=True
         ):
-            check_finite(np.asarray(worst), f"target {self.plan.families[family].name(tensor)!r}")
+            if worst >= NOT_FINITE:
+                raise not_finite(self.plan.families[family], tensor)
 
     def _source(
         self, move: Move, k: int, arrays: dict[int, jax.Array], staging: dict[Key, jax.Array], sources: Sources

@@ -13,6 +13,7 @@ from shardfly_jax.executors.launches import Attempt, Outcome
 from shardfly_jax.executors.persistent import PersistentExecutor
 from shardfly_jax.pallas_kernels import launch_words as lw
 from shardfly_jax.sharding.errors import SyncTimeout
+from shardfly_jax.sharding.finiteness import not_finite
 from shardfly_jax.sharding.moves import Key
 from shardfly_jax.sharding.optable import Inbox
 from shardfly_jax.transports.vmm import write
@@ -147,8 +148,7 @@ class GpuRun:
                 self._fail(kind, *work.blamed(error), why)
                 return
             if key := work.refused(word):
-                name = self._part.session.plan.families[key[0]].name(key[1])
-                why = f"target {name!r}: the values to be quantized hold NaN or infinity. Look at the trainer's weights"
+                why = str(not_finite(self._part.session.plan.families[key[0]], key[1])).rstrip(".")
                 self._fail("not finite", *work.blamed(error), why)
                 return
         if self._progress is not None:

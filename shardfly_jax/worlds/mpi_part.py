@@ -213,7 +213,7 @@ class MpiPart:
           Its own error.
         """
         session = self.session
-        why = None if error is None else f"{type(error).__name__}: {error}"[:2000]
+        why = None if error is None else f"{type(error).__name__}: {error}"[:2000].rstrip(".")
         words = {"op": "outcome", "why": why, "finite": not isinstance(error, NotFinite)}
         said = self.world.exchange(words, self.world.deadline_secs)
         failed = [(process, words) for process, words in enumerate(said) if words["why"] is not None]

@@ -22,6 +22,7 @@ import numpy as np
 from shardfly_jax.executors import host, hostcopy, hostquantize
 from shardfly_jax.executors.memory import Shard
 from shardfly_jax.sharding.errors import NotFinite
+from shardfly_jax.sharding.finiteness import not_finite
 from shardfly_jax.sharding.formats import Amax, Conversion, itemsize, np_dtype
 from shardfly_jax.sharding.layouts import dense_strides
 from shardfly_jax.sharding.moves import Key, Move, View, source_key, source_view, target_key, target_view
@@ -144,9 +145,9 @@ class Steps:
         bits = None if step.slots is None else step.slots[1].of(memory[step.slots[0]].view(SLOT_DTYPE))
         try:
             hostquantize.write(out, source, step.conversion, step.within, bits)
-        except NotFinite as error:
+        except NotFinite:
             family, tensor, _ = step.target
-            raise NotFinite(f"target {self.plan.families[family].name(tensor)!r}: {error}") from None
+            raise not_finite(self.plan.families[family], tensor) from None
 
 
 def _target(step: Step, memory: Memory) -> np.ndarray:
