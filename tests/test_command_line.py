@@ -69,7 +69,7 @@ def test_simulate_shows_every_topology_with_its_prediction(capsys: pytest.Captur
 
 def test_one_topology_with_more_hosts_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", *ROUTE, "--topology", "h20", "--hosts", "3"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].split()[:6] == ["3x8", "H20", "395", "GB/s", "50", "GB/s"]
+    assert capsys.readouterr().out.splitlines()[-1].split()[:6] == ["3x8", "H20", "393", "GB/s", "50", "GB/s"]
 
 
 def test_a_float32_trainer_is_cast(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,8 +24,13 @@ H100 = sf.preset("h100")
 WHOLE = [(0, 8), (0, 4)]
 
 
-def qwen(trainer: str = "tunix:fsdp=2,tp=2", rollout: str = "vllm:tp=2,replicas=2", dtype: str = "bfloat16") -> sf.Plan:
-    return commands.Route(model="Qwen3-0.6B", trainer=trainer, rollout=rollout, trainer_dtype=dtype).plan("h100")
+def qwen(
+    model: str = "Qwen3-0.6B",
+    trainer: str = "tunix:fsdp=2,tp=2",
+    rollout: str = "vllm:tp=2,replicas=2",
+    dtype: str = "bfloat16",
+) -> sf.Plan:
+    return commands.Route(model=model, trainer=trainer, rollout=rollout, trainer_dtype=dtype).plan("h100")
 
 
 def tiny() -> sf.Plan:
@@ -88,7 +93,7 @@ def test_the_sums_of_every_table_are_the_plans_own() -> None:
 
 
 def test_prediction_and_busiest_link_are_those_of_the_simulation() -> None:
-    plan = qwen()
+    plan = qwen("Qwen3-8B")
     result = plan.simulate(H100)
     line = " ".join(words_of(plan.explain(H100), "predicted"))
     assert line == (
@@ -122,7 +127,7 @@ def test_a_plan_is_shown_in_bytes_as_its_report_does() -> None:
 
 
 def test_many_ranks_are_shown_as_the_fullest_links() -> None:
-    plan = qwen("tunix:fsdp=8,tp=2", "vllm:tp=2,replicas=4")
+    plan = qwen("Qwen3-0.6B", "tunix:fsdp=8,tp=2", "vllm:tp=2,replicas=4")
     traffic = plan.traffic()
     np.fill_diagonal(traffic, 0)
     text = plan.explain(sf.preset("h100", hosts=3))
@@ -136,7 +141,7 @@ def test_many_ranks_are_shown_as_the_fullest_links() -> None:
 def test_the_text_has_no_codes_and_fits_its_width_whatever_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"FORCE_COLOR": "1", "COLUMNS": "40", "TERM": "xterm-256color"}.items():
         monkeypatch.setenv(name, value)
-    for plan in (qwen(), qwen("tunix:fsdp=8,tp=2", "vllm:tp=2,replicas=4")):
+    for plan in (qwen(), qwen("Qwen3-0.6B", "tunix:fsdp=8,tp=2", "vllm:tp=2,replicas=4")):
         text = plan.explain()
         assert "\x1b" not in text
         assert max(map(len, text.splitlines())) <= 110
@@ -234,7 +239,7 @@ def test_the_timeline_draws_what_each_rank_receives_and_sends_a_scale_for_each_s
 
 
 def test_the_timeline_of_many_ranks_shows_those_that_move_most() -> None:
-    plan = qwen("tunix:fsdp=8,tp=2", "vllm:tp=1,replicas=10")
+    plan = qwen("Qwen3-0.6B", "tunix:fsdp=8,tp=2", "vllm:tp=1,replicas=10")
     labels = [tick.get_text() for tick in plot_timeline(plan).axes[0].get_yticklabels()]
     assert (len(labels), labels[TIMELINE_RANKS], labels[-1]) == (18, "and 8 more trainers", "and 2 more rollouts")
     traffic = plan.traffic()
