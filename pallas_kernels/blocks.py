@@ -9,7 +9,8 @@ that leave as a transpose's do, and a word for each block: its maximum, then wha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator
 
 from shardfly_jax.pallas_kernels import addresses as m, scales
 from shardfly_jax.pallas_kernels.emit import Int, const, for_range, if_else, when
@@ -185,11 +186,11 @@ class BlockTile:
                 self.load.inside(row, piece).where(largest(self.values, strip), 0)
                 for row, strip in zip(rows, strips, strict=True)
             ]
-        top = m.max_of_warp(_largest(tops))
+        top = m.max_of_warp(functools.reduce(Int.at_least, tops))
         with when(self.tile.thread % 32 == 0):
             m.store_shared(self.words + self.tile.thread // 32 * 4, top)
         m.barrier()
-        amax = _largest(m.load_shared_vector(self.words))
+        amax = functools.reduce(Int.at_least, m.load_shared_vector(self.words))
         with when(self.tile.thread == 0):
             self.side.refuse(amax > NOT_FINITE - 1)
             with when(self.side.has(q.STORES_SCALES)):
@@ -245,7 +246,7 @@ class BlockTile:
             inside = [self.load.inside(row, piece) for row in rows]
             found = [yes.where(largest(self.values, strip), 0) for yes, strip in zip(inside, strips, strict=True)]
             with when(self.is_one):
-                top = m.max_of_warp(_largest(found))
+                top = m.max_of_warp(functools.reduce(Int.at_least, found))
                 with when(self.tile.thread % 32 == 0):
                     m.max_shared(self.words, top)
             with when(self.is_one == 0):
@@ -315,13 +316,6 @@ class BlockTile:
 
             with when(piece * q.STRIP < tile.columns):
                 for_range(start, tile.rows, m.THREADS // PIECES, store)
-
-
-def _largest(words: Sequence[Int]) -> Int:
-    top = words[0]
-    for word in words[1:]:
-        top = top.at_least(word)
-    return top
 
 
 def reduce_elements(tile: Tile, side: Side, conversion: Conversion) -> None:

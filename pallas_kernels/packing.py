@@ -10,10 +10,10 @@ import functools
 
 from shardfly_jax.pallas_kernels import addresses as m, scales
 from shardfly_jax.pallas_kernels.blocks import Side
-from shardfly_jax.pallas_kernels.conversions import fills, follow
+from shardfly_jax.pallas_kernels.conversions import fills
 from shardfly_jax.pallas_kernels.emit import Int, const, for_range, when
-from shardfly_jax.pallas_kernels.floats import divide, flush, multiply, wide
-from shardfly_jax.pallas_kernels.quantizing import values_of
+from shardfly_jax.pallas_kernels.floats import divide, multiply
+from shardfly_jax.pallas_kernels.quantizing import value_of, values_of
 from shardfly_jax.pallas_kernels.tiles import Place, Tile, each_element, split
 from shardfly_jax.sharding import quantized_records as q
 from shardfly_jax.sharding.formats import NOT_FINITE, Amax, Conversion, itemsize
@@ -56,7 +56,7 @@ def encode_pairs(tile: Tile, place: Place, side: Side, step: Int, conversion: Co
         second = first
         if not fills(conversion):
             second = m.load_element(tile.read_at(row, column) + step, itemsize(conversion.source))
-        low, high = (_code(format, _value(values, element), factor) for element in (first, second))
+        low, high = (_code(format, value_of(values, element), factor) for element in (first, second))
         m.store_element(place.write_at(row, column), [low | high << 4], 1)
 
     each_element(tile, conversion, encode)
@@ -82,10 +82,8 @@ def pack_blocks(tile: Tile, place: Place, side: Side, steps: tuple[Int, Int], co
         for _ in range(size // format.per_byte):
             words += [m.load_element(at, width), m.load_element(at + steps[0], width)]
             at = at + steps[1]
-        elements = [_value(values, element) for element in words]
-        amax = elements[0] & 0x7FFFFFFF
-        for x in elements[1:]:
-            amax = amax.at_least(x & 0x7FFFFFFF)
+        elements = [value_of(values, element) for element in words]
+        amax = functools.reduce(Int.at_least, [x & 0x7FFFFFFF for x in elements])
         side.refuse(amax > NOT_FINITE - 1)
         with when(side.has(q.STORES_SCALES)):
             scale = [scales.scale(format, amax)]
@@ -105,25 +103,14 @@ def _above(high: Int, low: Int) -> Int:
     return high << 4 | low
 
 
-def _value(conversion: Conversion, element: list[Int]) -> Int:
-    """One element, given as its words, as float32 bits; a subnormal one is zero.
-
-    Args:
-      conversion: From `values_of`.
-    """
-    value, dtype = follow(conversion.steps, element, conversion.source)
-    return flush(wide(value[0], dtype))
-
-
 def _code(format: Format, x: Int, factor: Int) -> Int:
     """The code of a value.
 
     Args:
-      x: From `_value`.
+      x: From `value_of`.
       factor: Of its block, from `scales.factor`.
     """
-    divides = format.formula == "divide" and format.scale == "float32"
-    x = divide(x, factor) if divides else multiply(x, factor)
+    x = divide(x, factor) if format.divides else multiply(x, factor)
     size, code = x & 0x7FFFFFFF, const(0)
     for first in FLOAT4_FIRST:
         code = code + (size > first - 1).where(const(1), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -45,10 +46,7 @@ def largest(conversion: Conversion, words: Sequence[Int]) -> Int:
         for word in words[1:]:
             found = m.max_halves(found, word & 0x7FFF7FFF)
         return flush((found & 0xFFFF0000).at_least(found << 16))
-    found, *rest = (value & 0x7FFFFFFF for value in _values(conversion, words))
-    for value in rest:
-        found = found.at_least(value)
-    return flush(found)
+    return flush(functools.reduce(Int.at_least, [value & 0x7FFFFFFF for value in _values(conversion, words)]))
 
 
 def codes(conversion: Conversion, format: Format, words: Sequence[Int], factor: Int, flushes: bool) -> list[Int]:
@@ -68,7 +66,7 @@ def codes(conversion: Conversion, format: Format, words: Sequence[Int], factor: 
 
 def code(conversion: Conversion, format: Format, element: list[Int], factor: Int) -> Int:
     """The code of one element, given as its words."""
-    return _codes_of_four(format, [flush(_value(conversion, element))] * 4, factor) & 0xFF
+    return _codes_of_four(format, [value_of(conversion, element)] * 4, factor) & 0xFF
 
 
 def largest_of(conversion: Conversion, element: list[Int]) -> Int:
@@ -84,19 +82,19 @@ def _values(conversion: Conversion, words: Sequence[Int]) -> list[Int]:
     return [_value(conversion, element) for element in m.unpack(words, width)]
 
 
+def value_of(conversion: Conversion, element: list[Int]) -> Int:
+    """One element, given as its words, as float32 bits; a subnormal one is a zero of its sign."""
+    return flush(_value(conversion, element))
+
+
 def _value(conversion: Conversion, element: list[Int]) -> Int:
     value, dtype = follow(conversion.steps, element, conversion.source)
     return wide(value[0], dtype)
 
 
-def _divides(format: Format) -> bool:
-    """Whether values are divided by a block's factor, instead of multiplied with it."""
-    return format.formula == "divide" and format.scale == "float32"
-
-
 def shows_subnormals(format: Format, factor: Int) -> Int:
     """Whether a subnormal value could have another code than a zero of its sign: only if it becomes 2^-26 or more."""
-    if _divides(format):
+    if format.divides:
         return factor < (BIAS - 100) << 23
     return factor > (BIAS + 100) << 23
 
@@ -107,7 +105,7 @@ def _codes_of_four(format: Format, values: Sequence[Int], factor: Int) -> Int:
     Values are clamped before the cast, so that no finite one becomes NaN or wraps. The conversion to e4m3 does that by
     itself: beyond the largest finite value it gives that one (PTX ISA, cvt: .satfinite).
     """
-    op, limit = "div" if _divides(format) else "mul", int(np.float32(format.largest).view(np.uint32))
+    op, limit = "div" if format.divides else "mul", int(np.float32(format.largest).view(np.uint32))
     saturates = format.codes == "float8_e4m3fn" and format.largest == E4M3_LARGEST
     steps = ["mov.b32 f, $5;"]
     for k, x in enumerate("abcd"):

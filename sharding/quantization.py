@@ -208,6 +208,11 @@ class Format:
             return np.where(factor <= LARGEST_FACTOR, factor, one)
         return one / self._steps(amax)
 
+    @property
+    def divides(self) -> bool:
+        """Whether values are divided by the scale of their block, instead of multiplied with its factor."""
+        return self.formula == "divide" and self.scale == "float32"
+
     def encode(self, x: np.ndarray, amax: np.ndarray) -> np.ndarray:
         """Codes, one for each value; `pack` makes of them what is stored.
 
@@ -216,10 +221,7 @@ class Format:
           amax: float32, of each element's block; broadcasts against `x`.
         """
         values = flush(x.astype(np.float32))
-        if self.formula == "divide" and self.scale == "float32":
-            values = values / self._steps(amax)
-        else:
-            values = values * self.factors(amax)
+        values = values / self._steps(amax) if self.divides else values * self.factors(amax)
         values = np.clip(values, np.float32(-self.largest), np.float32(self.largest))
         target = np_dtype(self.codes)
         return (np.rint(values) if target.kind == "i" else values).astype(target)

@@ -143,7 +143,7 @@ def _scales(format: Format, amax: jax.Array) -> jax.Array:
 
 def _encoded(format: Format, x: jax.Array, amax: jax.Array, packed: int) -> jax.Array:
     values = _flush(_cast(x, jnp.dtype("float32")))
-    if format.formula == "divide" and format.scale == "float32":
+    if format.divides:
         values = _quotient(values, _steps(format, amax))
     else:
         values = values * lax.optimization_barrier(jnp.broadcast_to(_factors(format, amax), x.shape))

@@ -129,7 +129,7 @@ def _codes(step: object, values: np.ndarray, bits: np.ndarray, packed: int) -> n
     assert isinstance(step, Encode)
     check_finite(bits)
     format, largest = step.format, bits.view(np.float32)
-    if largest.min(initial=np.inf) < SMALL_AMAX or (format.formula == "divide" and format.scale == "float32"):
+    if largest.min(initial=np.inf) < SMALL_AMAX or format.divides:
         return step.apply(values, bits, packed)
     scaled = np.multiply(values.astype(np.float32), format.factors(largest))
     np.clip(scaled, np.float32(-format.largest), np.float32(format.largest), out=scaled)

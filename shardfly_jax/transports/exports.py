@@ -100,9 +100,7 @@ def _receive(
     data, descriptors, _, _ = socket.recv_fds(connection, LENGTHS.size, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
     try:
         # never into the next message, as the descriptors that come with it would be lost
-        while (
-            missing := LENGTHS.size + (sum(LENGTHS.unpack_from(data)) if len(data) >= LENGTHS.size else 0) - len(data)
-        ):
+        while missing := _missing(data):
             if missing > MAX_HEADER_NBYTES:
                 raise Refused("a message that is too long")
             until_readable()
