@@ -6,7 +6,11 @@ import numpy as np
 
 
 def triton(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """triton_kernels' `_compute_quant_and_scale`, operation by operation: [rows, K / 2] and [rows, K / 32]."""
+    """triton_kernels' `_compute_quant_and_scale`, operation by operation: [rows, K / 2] and [rows, K / 32].
+
+    But for one thing: its shift of values below 1 drops their lowest bits, so that the three float32 next above 0.25
+    (scaled) count as ties there and round to 0. Here what is dropped stays seen, and they round to 0.5.
+    """
     groups = x.astype(np.float32).reshape(len(x), -1, 32)
     scale = np.abs(groups).max(-1, keepdims=True) / np.float32(6)
     exponent = (scale.view(np.uint32) + np.uint32(0x7FFFFF)) & np.uint32(0x7F800000)
@@ -15,7 +19,8 @@ def triton(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         factor = np.where(rounded == 0, np.float32(0), np.float32(1) / rounded)
     bits = (groups * factor).view(np.uint32)
     sign, e, m = bits & np.uint32(1 << 31), (bits >> 23 & 0xFF).astype(np.int64), (bits & 0x7FFFFF).astype(np.int64)
-    m = np.where(e < 127, (0x400000 | m >> 1) >> np.clip(127 - (e + 1), 0, 63), m)
+    whole, shift = 0x800000 | m, np.clip(127 - e, 0, 40)
+    m = np.where(e < 127, whole >> shift | (whole & (1 << shift) - 1 != 0), m)
     e = np.maximum(e, 126) - 126
     top = m >> 21
     up = top & 1 & ((m & 0x1FFFFF != 0) | (top >> 1 & 1))

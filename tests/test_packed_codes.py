@@ -49,6 +49,17 @@ def test_a_million_codes_and_their_scales_are_the_engines(engine, dtype: str, rn
     assert_same_bits(codes, want_codes)
 
 
+def test_values_just_above_a_tie_round_up_and_the_tie_to_even() -> None:
+    """A quarter of the scale is midway between the codes 0 and 1; the next float32 is where Triton's bits get lost."""
+    quarter = np.float32(0.25)
+    x = np.zeros((1, 32), np.float32)
+    x[0, :4] = 4, quarter, np.nextafter(quarter, np.float32(1)), np.nextafter(quarter, np.float32(0))
+    codes, scales = quantize(formats.triton_mxfp4(), x)
+    assert scales.tolist() == [[127]]
+    assert formats.MxFp4().unpack(codes)[0, :4].tolist() == [4, 0, 0.5, 0]
+    assert_same_bits(codes, triton(x)[0])
+
+
 def test_the_first_of_two_values_is_in_the_low_half_of_its_byte() -> None:
     row = [1.0, -6.0, 0.0, -0.0, 0.5, 4.0, 2.5, -5.0]  # codes 2 15, 0 8, 1 6, 4 14
     codes, scales = quantize(formats.triton_mxfp4(), np.float32([row * 4]))
