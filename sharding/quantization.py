@@ -492,8 +492,8 @@ def triton_mxfp4() -> MxFp4:
     gpt-oss with: `amax / 6` rounded up to a power of two (`ROUND_UP`, its default), so that nothing saturates.
 
     As of triton-lang/triton@0616e64, which rounds ties of codes to even; earlier ones rounded them away from zero.
-    It drops the lowest bits of a float32 below the scale: the three next above a quarter of it become 0 there and, being
-    nearer, half of it here. bfloat16 and float16 have no such values: their codes are the same to the bit.
+    It drops the lowest bits of a float32 below the scale: the three next above a quarter of it become 0 there and,
+    being nearer, half of it here. bfloat16 and float16 have no such values: their codes are the same to the bit.
     """
     return MxFp4(rounding="ceil")
 
