@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import Arrays, checkpoint, into_maxtext, into_tunix
-from checks import blocks_by_hand, by_hand
-from engine_checks import check_route, mesh, named
+from checks import blocks_by_hand, by_hand, updated
+from engine_checks import check_route, mesh, named, placed
 from jax.sharding import AbstractMesh
 from rollout_loaders import Rank, sglang, vllm
 
@@ -181,6 +181,37 @@ def test_powers_of_two_come_in_the_same_places(engine: str, model: Model, rng: n
         check_route(side, loaded, rollout, lambda k: vllm_rank(model, ck, ranks[k], "fp8_block_ue8m0"))
     else:
         check_route(side, loaded, rollout, lambda k: quantized(sglang(model, ck, ranks[k]), "fp8_block_ue8m0"))
+
+
+@pytest.mark.parametrize("quantization", ["fp8_block", "fp8_block_ue8m0"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_absorbed_copies_differ_from_decoded_codes_by_what_the_design_note_says(
+    engine: str, quantization: str, rng: np.random.Generator
+) -> None:
+    """The engines make the copies of the codes, D = bfloat16(code * scale); here they are the trainer's values."""
+    side, loaded, _ = trained(DEEPSEEK, rng)
+    rollout = getattr(E, engine).rollout(DEEPSEEK, rollout_mesh(1), quantization=quantization)
+    plan = sf.register(sf.make_plan(side.params, rollout.params, E.route(side, rollout)))
+    out = {name: np.asarray(array) for name, array in named(updated(placed(side, loaded), plan)).items()}
+    p = "model.layers.0.self_attn."
+    codes, scales = (out[p + f"kv_b_proj.weight{suffix}"].astype(np.float32) for suffix in ("", "_scale_inv"))
+    steps = scales.repeat(128, 0).repeat(128, 1)[: codes.shape[0], : codes.shape[1]]
+    decoded = (codes * steps).astype(BFLOAT16).astype(np.float64)
+    if engine == "vllm":
+        ours = out[p + "mla_attn.mla_attn.W_UK_T"]
+        ours = ours.T if quantization == "fp8_block_ue8m0" else ours
+    else:
+        keys, values = out[p + "w_kc"].transpose(0, 2, 1), out[p + "w_vc"]
+        ours = np.concatenate([keys, values], 1).reshape(codes.shape)
+    ours = ours.astype(np.float64)
+    off = np.abs(decoded - ours)
+    relative = off[ours != 0] / np.abs(ours[ours != 0])
+    assert 0.0220 < relative.mean() < 0.0230
+    assert 0.0255 < np.sqrt((off**2).sum() / (ours**2).sum()) < 0.0275
+    normal = np.abs(ours) >= steps / 64  # at least the smallest normal code
+    assert 0.999 < normal.mean() < 1
+    assert 0.058 < (off[normal] / np.abs(ours[normal])).max() < 0.064
+    assert (off[~normal] <= steps[~normal] / 1000).all()  # half a unit of subnormal codes, 2^-10 of a scale
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(1, 4), (2, 2)])

@@ -11,7 +11,8 @@ SGLang keeps copies that a write to a parameter does not renew; they are targets
 * `mlp.gate._weight_fp32` (GLM-4.5), which exists from the first forward pass on.
 
 Quantized, `w_kc` and `w_vc` stay in bfloat16. They get the trainer's own values; SGLang, when it loads, puts those of
-its codes there. (`SGL_USE_DEEPGEMM_BMM`, which is off by default, keeps codes there: not described.)
+its codes there, 2.3% away in the mean (`docs/design/quantization.md`). (`SGL_USE_DEEPGEMM_BMM`, which is off by
+default, keeps codes there: not described.)
 
 Data-parallel attention (`--enable-dp-attention`) and DeepEP are not described.
 """

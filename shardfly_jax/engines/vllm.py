@@ -10,7 +10,8 @@ Quantized, parameters are those of `layers/quantization/fp8.py`, or `compressed_
 are copies then, in the dtype of activations, that a write to `kv_b_proj` does not renew
 (`layers/attention/mla_attention.py`). They share one storage, which is a target of its own here,
 `self_attn.mla_attn.mla_attn.W_UK_T`: [rows of kv_b_proj, kv_rank], with DeepGEMM [kv_rank, rows of kv_b_proj]. It gets
-the trainer's own values; vLLM, when it loads, puts those of its codes there.
+the trainer's own values; vLLM, when it loads, puts those of its codes there, 2.3% away in the mean
+(`docs/design/quantization.md`).
 """
 
 from __future__ import annotations
