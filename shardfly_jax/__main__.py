@@ -162,7 +162,10 @@ def _add_route(parser: argparse.ArgumentParser) -> None:
         for option, words in engine.choices.items()
     )
     parser.add_argument(
-        "--rollout", required=True, metavar="ENGINE:OPTIONS", help=f"{rollouts} (defaults shown). {choices}"
+        "--rollout",
+        required=True,
+        metavar="ENGINE:OPTIONS",
+        help=f"{rollouts} (defaults shown; ep: expert_parallel). {choices}",
     )
     parser.add_argument(
         "--trainer-dtype", choices=commands.TRAINER_DTYPES, default=commands.ROLLOUT_DTYPE,

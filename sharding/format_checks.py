@@ -70,14 +70,14 @@ def floor(value: Any, divisor: float, counts: bool) -> float:
     kept = real("floor", value, 0)
     if kept and not counts:
         raise LanguageError(
-            f"format: floor is {value!r}, but with rounding 'floor' a scale is the exponent of amax alone. Leave the "
-            "floor out, or choose the rounding 'ceil'."
+            f"format: floor is {value!r}, but with rounding 'floor' a scale is the exponent of amax alone. Set it "
+            "to 0, or choose the rounding 'ceil'."
         )
     least = divisor * SMALLEST_NORMAL
     if kept and float(np.float32(kept)) < least:
         raise LanguageError(
             f"format: floor is {value!r}, but less than {least!r} makes a scale that is subnormal and counts as zero. "
-            "Leave it out, or give a larger one."
+            "Set it to 0, or to more."
         )
     return kept
 

@@ -109,12 +109,15 @@ def test_a_constant_that_no_instance_of_a_class_uses_is_refused(of: type[Format]
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda: formats.MxFp8(floor=1e-4), r"floor is 0.0001, but with rounding 'floor' .* Leave the floor out, or"),
+        (lambda: formats.MxFp8(floor=1e-4), r"floor is 0.0001, but with rounding 'floor' .* Set it to 0, or"),
         (lambda: formats.MxFp4(floor=1e-30), "floor is 1e-30"),
         (lambda: formats.MxFp8(rounding="ceil", shift=4), "shift is 4, but rounding 'ceil' has none. Leave it out, or"),
         (lambda: formats.MxFp4(rounding="ceil", shift=0), "shift is 0, but rounding 'ceil'"),
         (lambda: formats.MxFp4(rounding="ceil", carry=1 << 21), "carry is 2097152, but rounding 'ceil'"),
-        (lambda: formats.Fp8Block(floor=1e-37), r"floor is 1e-37, but less than 5.26\d*e-36 .* Leave it out"),
+        (
+            lambda: formats.Fp8Block(floor=1e-37),
+            r"floor is 1e-37, but less than 5.26\d*e-36 .* Set it to 0, or to more",
+        ),
         (lambda: formats.Fp8Channel(floor=1e-45, formula="factor"), "floor is 1e-45, but"),
     ],
 )
