@@ -99,19 +99,18 @@ def measure(model: str, updates: int, console: Console, quantization: str | None
     times, checked = [], 0
     params: Any = None
     seed = int(np.random.default_rng().integers(1 << 32))
-    with progress_bars(console) as bars:
-        for number in range(1, updates + 1):
-            params = None  # the old weights go before the new ones come
-            with _bar(bars, f"update {number}: new weights", _tree_nbytes(trainer.params)) as tick:
-                params = random_params(trainer.params, (seed, number), tick)
+    for number in range(1, updates + 1):
+        params = None  # the old weights go before the new ones come
+        with _bar(console, f"update {number}: new weights", _tree_nbytes(trainer.params)) as tick:
+            params = random_params(trainer.params, (seed, number), tick)
+        with _bar(console, f"update {number}: sync", plan.target_nbytes) as tick:
             start = time.perf_counter()
-            with _bar(bars, f"update {number}: sync", plan.target_nbytes) as tick:
-                sf.sync(params, plan, progress=tick)
+            sf.sync(params, plan, progress=tick)
             times.append(time.perf_counter() - start)
-            with _bar(bars, f"update {number}: verify", plan.target_nbytes) as tick:
-                checked += sf.verify(params, plan, progress=tick)
-        with _bar(bars, "warm runs against today's way", 2 * WARM_RUNS) as tick:
-            sync_secs, today_secs = _race(params, plan, tick)
+        with _bar(console, f"update {number}: verify", plan.target_nbytes) as tick:
+            checked += sf.verify(params, plan, progress=tick)
+    with _bar(console, "warm runs against today's way", 2 * WARM_RUNS) as tick:
+        sync_secs, today_secs = _race(params, plan, tick)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return Figures(
         plan=plan, unquantized_nbytes=unquantized_nbytes, plan_secs=plan_secs,
@@ -120,18 +119,14 @@ def measure(model: str, updates: int, console: Console, quantization: str | None
     )  # fmt: skip
 
 
-def progress_bars(console: Console) -> Progress:
-    """Bars with time; the last state of each where the output is not a terminal."""
-    return Progress(
-        TextColumn("{task.description:<30}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), console=console
-    )
-
-
 @contextlib.contextmanager
-def _bar(bars: Progress, what: str, total: int) -> Iterator[Callable[[int], None]]:
-    task = bars.add_task(what, total=total)
-    yield lambda n: bars.advance(task, n)
-    bars.update(task, completed=total)
+def _bar(console: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar with the time it took; only its end where the output is not a terminal."""
+    columns = TextColumn("{task.description:<30}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console) as bars:
+        task = bars.add_task(what, total=total)
+        yield lambda n: bars.advance(task, n)
+        bars.update(task, completed=total)
 
 
 def _tree_nbytes(tree: Any) -> int:

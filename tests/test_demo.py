@@ -42,3 +42,21 @@ def test_a_quantized_demo_says_what_quantizing_saves(quantization: str, capsys: 
     assert first.endswith(f"on 8 cpu devices, in {quantization}")
     assert 50 <= float(rows["of what bfloat16 takes"].removesuffix("%")) < 70
     assert "codes, scales and the rest checked" in rows
+
+
+def test_what_is_done_is_printed_while_the_demo_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also into a file or a pipe, where no bar can move."""
+
+    def race(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "make_update", race)
+    seen = []
+    monkeypatch.setattr(sf, "verify", lambda *_, **__: seen.append(capsys.readouterr().out) or 0)
+    with pytest.raises(KeyboardInterrupt):
+        demo.run("Qwen3-0.6B", 2)
+    assert [text.count("100%") for text in seen] == [2, 3]
+    assert "update 1: sync" in seen[0]
+    assert "update 1: verify" in seen[1]
