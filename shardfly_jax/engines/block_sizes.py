@@ -77,8 +77,8 @@ def refusal(
     given: Settings,
     known: Mapping[str, Sequence[Any]],
     does: Callable[[Settings], bool],
-    others: Sequence[str] = (),
-    last: Sequence[str] = (),
+    others: Sequence[str],
+    last: Sequence[str],
 ) -> PlanError:
     """The error of sizes that blocks do not divide: each with every way out.
 
@@ -95,9 +95,7 @@ def refusal(
         remedy = "Choose " + ", or ".join([*ways, *others])
     else:
         nothing = "No tp with any expert_parallel does" if "expert_parallel" in known else "No tp does"
-        instead = ", or ".join([*others, *last])
-        alternatives = f"choose {instead}, or leave" if instead else "leave"
-        remedy = f"{nothing}: {alternatives} quantization out"
+        remedy = f"{nothing}: choose " + ", or ".join([*others, *last])
     return PlanError([f"{fault}. {remedy}." for fault in faults])
 
 

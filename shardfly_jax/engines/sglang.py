@@ -84,7 +84,7 @@ def rollout(
     }  # fmt: skip
     builder = _builder(model, mesh, dtype, placement, **given)
     fuses = _fuses(model, fuse_shared_experts, expert_parallel)
-    if quantization is not None and (faults := _indivisible(builder, quantization, fuses)):
+    if faults := _indivisible(builder, quantization, fuses):
         raise _refusal(builder, mesh, faults, given)
     _add_parameters(builder, dtype, moe_runner_backend, fuses, sinks_dtype, quantization is not None)
     if quantization is None:
@@ -117,7 +117,9 @@ def _builder(
     return FusedBuilder(model, mesh, cuts, dtype, placement)
 
 
-def _indivisible(builder: FusedBuilder, quantization: str, fuses: bool) -> list[str]:
+def _indivisible(builder: FusedBuilder, quantization: str | None, fuses: bool) -> list[str]:
+    if quantization is None:
+        return []
     format = quantized.FORMATS[quantization]
     assert isinstance(format, Fp8Block)
     return block_sizes.indivisible(builder, format, shared_apart=not fuses)
@@ -135,12 +137,15 @@ def _refusal(builder: FusedBuilder, mesh: AnyMesh, faults: list[str], given: dic
         fuses = _fuses(model, options["fuse_shared_experts"], options["expert_parallel"])
         return not _indivisible(made, options["quantization"], fuses)
 
-    tp, known, last = dict(mesh.shape)["tp"], dict[str, Sequence[Any]](), list[str]()
+    given = {"tp": dict(mesh.shape)["tp"], **given}
+    known: dict[str, Sequence[Any]] = {}
     if model.experts is not None:
         known = {"expert_parallel": range(1, model.heads + 1), "fuse_shared_experts": (None,)}
+    # cutlass runs quantized experts only
+    last = block_sizes.offers(given, {"quantization": (None,), "moe_runner_backend": ("triton",)}, does)
     if vllm.takes(model, mesh, quantization="fp8_channel"):
-        last = ["engines.vllm with quantization='fp8_channel', whose scales per row take any size"]
-    return block_sizes.refusal(model, faults, {"tp": tp, **given}, known, does, last=last)
+        last = ["engines.vllm with quantization='fp8_channel', whose scales per row take any size", *last]
+    return block_sizes.refusal(model, faults, given, known, does, (), last)
 
 
 def _fuses(m: Model, given: bool | None, expert_parallel: int) -> bool:

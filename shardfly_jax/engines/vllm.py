@@ -94,7 +94,7 @@ def rollout(
         "quantization": quantization,
     }  # fmt: skip
     builder = _builder(model, mesh, dtype, placement, **given)
-    if quantization is not None and (faults := _indivisible(builder, quantization)):
+    if faults := _indivisible(builder, quantization):
         raise _refusal(builder, faults, {"tp": builder.ways(("tp",)), **given})
     _add_parameters(builder, moe_backend)
     if quantization is None:
@@ -148,8 +148,8 @@ def takes(
     return not _indivisible(builder, options["quantization"])
 
 
-def _indivisible(builder: FusedBuilder, quantization: str) -> list[str]:
-    format = quantized.FORMATS[quantization]
+def _indivisible(builder: FusedBuilder, quantization: str | None) -> list[str]:
+    format = None if quantization is None else quantized.FORMATS[quantization]
     return block_sizes.indivisible(builder, format) if isinstance(format, Fp8Block) else []
 
 
@@ -162,7 +162,8 @@ def _refusal(builder: FusedBuilder, faults: list[str], given: dict[str, Any]) ->
         known = {"expert_parallel": (False, True), "all2all_backend": (DEFAULT_ALL2ALL,)}
     by_row = block_sizes.offers(given, {"quantization": ("fp8_channel",), "moe_backend": ("triton",)}, does)
     others = [f"{change}, whose scales per row take any size" for change in by_row]
-    return block_sizes.refusal(builder.model, faults, given, known, does, others)
+    last = block_sizes.offers(given, {"quantization": (None,)}, does)
+    return block_sizes.refusal(builder.model, faults, given, known, does, others, last)
 
 
 def _add_parameters(builder: FusedBuilder, moe_backend: str) -> None:
