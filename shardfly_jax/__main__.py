@@ -14,6 +14,7 @@ from typing import NoReturn
 import jax
 
 from shardfly_jax import commands
+from shardfly_jax.engines import vllm
 from shardfly_jax.rl.options import MAX_NUMBER, MODES, Options
 from shardfly_jax.sharding.errors import ShardflyError
 from shardfly_jax.sharding.topology import PRESETS
@@ -106,7 +107,7 @@ def _parser() -> _Parser:
     demo = add("demo", help="real updates on 8 CPU devices, every byte checked")
     demo.add_argument("--model", default="Qwen3-0.6B", help="a name that `models` lists (default: %(default)s)")
     demo.add_argument("--updates", type=_count, default=3, help="how many (default: %(default)s)")
-    demo.add_argument("--format", choices=commands.QUANTIZATIONS, help="quantize on the way (default: bfloat16)")
+    demo.add_argument("--format", choices=vllm.QUANTIZATIONS, help="quantize on the way (default: bfloat16)")
     _add_rl(add("rl", help="GRPO on sums: a policy learns to add, its rollouts synced after every step"))
     explain = add(
         "explain",
@@ -155,7 +156,17 @@ def _add_route(parser: argparse.ArgumentParser) -> None:
     rollouts = " | ".join(f"{name}:{_options(engine)}" for name, engine in commands.ROLLOUTS.items())
     parser.add_argument("--model", required=True, help="a name that `models` lists")
     parser.add_argument("--trainer", required=True, metavar="ENGINE:OPTIONS", help=f"{trainers} (defaults shown)")
-    parser.add_argument("--rollout", required=True, metavar="ENGINE:OPTIONS", help=f"{rollouts} (defaults shown)")
+    choices = "; ".join(
+        f"{option} of {name}: {' | '.join(words)}"
+        for name, engine in commands.ROLLOUTS.items()
+        for option, words in engine.choices.items()
+    )
+    parser.add_argument(
+        "--rollout",
+        required=True,
+        metavar="ENGINE:OPTIONS",
+        help=f"{rollouts} (defaults shown; ep: expert_parallel). {choices}",
+    )
     parser.add_argument(
         "--trainer-dtype", choices=commands.TRAINER_DTYPES, default=commands.ROLLOUT_DTYPE,
         help="cast to the rollout's bfloat16 if another (default: %(default)s)",

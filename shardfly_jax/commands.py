@@ -30,8 +30,12 @@ MAX_RANKS = 4096
 GPUS_PER_HOST = 8
 SHOWN_FAULTS = 8
 ROLLOUT_DTYPE = "bfloat16"
-QUANTIZATIONS = vllm.QUANTIZATIONS
+NOT_QUANTIZED = "none"
 TRAINER_DTYPES = ("bfloat16", "float16", "float32")
+
+
+Options = Mapping[str, Any]
+"""Of an engine: a number or a word by name."""
 
 
 class UsageError(Exception):
@@ -43,32 +47,34 @@ class Engine:
     """A trainer or rollout engine on the command line.
 
     Attributes:
-      options: Name of each option and its default; all are numbers.
+      options: Name of each option and its default; but for those of `choices`, all are numbers.
       ranks: Options whose product is the number of ranks.
       switches: Options that are 0 or 1.
+      choices: Options that are one of some words.
       families: Model families with a mapping.
       build: Makes the side of a model from the options and a dtype.
     """
 
-    options: Mapping[str, int]
+    options: Options
     ranks: tuple[str, ...]
     families: tuple[str, ...]
-    build: Callable[[Model, Mapping[str, int], str], Side]
+    build: Callable[[Model, Options, str], Side]
     switches: tuple[str, ...] = ()
+    choices: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
 
-def _tunix(model: Model, options: Mapping[str, int], dtype: str) -> Side:
+def _tunix(model: Model, options: Options, dtype: str) -> Side:
     mesh = AbstractMesh((options["fsdp"], options["tp"]), ("fsdp", "tp"))
     return tunix.trainer(model, mesh, dtype=dtype)
 
 
-def _maxtext(model: Model, options: Mapping[str, int], dtype: str) -> Side:
+def _maxtext(model: Model, options: Options, dtype: str) -> Side:
     axes = ("fsdp", "expert", "tensor")
     mesh = AbstractMesh(tuple(options[axis] for axis in axes), axes)
     return maxtext.trainer(model, mesh, dtype=dtype, scan_layers=bool(options["scan"]))
 
 
-def _vllm(model: Model, options: Mapping[str, int], dtype: str) -> Side:
+def _vllm(model: Model, options: Options, dtype: str) -> Side:
     _need_experts("ep", options["ep"] == 1, model)
     _need_experts("dp", options["dp"] > 1, model)
     mesh = AbstractMesh((options["replicas"], options["dp"], options["tp"]), ("replica", "dp", "tp"))
@@ -77,18 +83,19 @@ def _vllm(model: Model, options: Mapping[str, int], dtype: str) -> Side:
     )
 
 
-def _sglang(model: Model, options: Mapping[str, int], dtype: str) -> Side:
+def _sglang(model: Model, options: Options, dtype: str) -> Side:
     _need_experts("ep", options["ep"] > 1, model)
     mesh = AbstractMesh((options["replicas"], options["tp"]), ("replica", "tp"))
     return sglang.rollout(model, mesh, dtype=dtype, expert_parallel=options["ep"], quantization=_quantization(options))
 
 
-def _quantization(options: Mapping[str, int]) -> str | None:
-    return QUANTIZATIONS[0] if options["fp8"] else None
+def _hf(model: Model, options: Options, dtype: str) -> Side:
+    mesh = AbstractMesh((options["replicas"],), ("replica",))
+    return hf.rollout(model, mesh, dtype=dtype, quantization=_quantization(options))
 
 
-def _hf(model: Model, options: Mapping[str, int], dtype: str) -> Side:
-    return hf.rollout(model, AbstractMesh((options["replicas"],), ("replica",)), dtype=dtype)
+def _quantization(options: Options) -> str | None:
+    return None if options["quantization"] == NOT_QUANTIZED else options["quantization"]
 
 
 def _need_experts(option: str, is_used: bool, model: Model) -> None:
@@ -107,15 +114,18 @@ TRAINERS: dict[str, Engine] = {
 }  # fmt: skip
 ROLLOUTS: dict[str, Engine] = {
     "vllm": Engine(
-        options={"tp": 1, "dp": 1, "replicas": 1, "ep": 0, "fp8": 0}, ranks=("tp", "dp", "replicas"),
-        switches=("ep", "fp8"),
-        families=vllm.FAMILIES, build=_vllm,
+        options={"tp": 1, "dp": 1, "replicas": 1, "ep": 0, "quantization": NOT_QUANTIZED},
+        ranks=("tp", "dp", "replicas"), switches=("ep",),
+        choices={"quantization": (NOT_QUANTIZED, *vllm.QUANTIZATIONS)}, families=vllm.FAMILIES, build=_vllm,
     ),
     "sglang": Engine(
-        options={"tp": 1, "ep": 1, "replicas": 1, "fp8": 0}, ranks=("tp", "replicas"), switches=("fp8",),
-        families=sglang.FAMILIES, build=_sglang,
+        options={"tp": 1, "ep": 1, "replicas": 1, "quantization": NOT_QUANTIZED}, ranks=("tp", "replicas"),
+        choices={"quantization": (NOT_QUANTIZED, *sglang.QUANTIZATIONS)}, families=sglang.FAMILIES, build=_sglang,
     ),
-    "hf": Engine(options={"replicas": 1}, ranks=("replicas",), families=hf.FAMILIES, build=_hf),
+    "hf": Engine(
+        options={"replicas": 1, "quantization": NOT_QUANTIZED}, ranks=("replicas",),
+        choices={"quantization": (NOT_QUANTIZED, *hf.QUANTIZATIONS)}, families=hf.FAMILIES, build=_hf,
+    ),
 }  # fmt: skip
 
 
@@ -125,7 +135,7 @@ IN_PYTHON = """
 """
 
 
-def parse_engine(flag: str, text: str, known: Mapping[str, Engine]) -> tuple[str, dict[str, int]]:
+def parse_engine(flag: str, text: str, known: Mapping[str, Engine]) -> tuple[str, dict[str, Any]]:
     """Reads `tunix:fsdp=16,tp=4`.
 
     Args:
@@ -137,7 +147,8 @@ def parse_engine(flag: str, text: str, known: Mapping[str, Engine]) -> tuple[str
       The engine's name, and all its options.
 
     Raises:
-      UsageError: An unknown engine or option, an option given twice, or a number that is none or out of range.
+      UsageError: An unknown engine or option, an option given twice, a number that is none or out of range, or a word
+        that is not among those of its option.
     """
     name, _, rest = text.partition(":")
     if name not in known:
@@ -145,22 +156,33 @@ def parse_engine(flag: str, text: str, known: Mapping[str, Engine]) -> tuple[str
     engine = known[name]
     options, given = dict(engine.options), set[str]()
     for item in filter(None, rest.split(",")):
-        key, equals, number = (part.strip() for part in item.partition("="))
+        key, _, value = (part.strip() for part in item.partition("="))
         if key not in options:
             raise UsageError(f"{flag}: {name} has no option {key!r}, but {', '.join(options)}.")
         if key in given:
             raise UsageError(f"{flag}: option {key} is given twice.")
-        low, high = (0, 1) if key in engine.switches else (1, MAX_RANKS)
-        value = parse_count(number, low, high)
-        if not equals or value is None:
-            rule = "0 or 1" if key in engine.switches else f"a number from 1 to {MAX_RANKS}"
-            raise UsageError(f"{flag}: option {key} is {number!r}, but it must be {rule}, e.g. {key}={max(low, 1)}.")
-        options[key] = value
+        options[key] = _value(flag, key, value, engine)
         given.add(key)
     ranks = math.prod(options[key] for key in engine.ranks)
     if ranks > MAX_RANKS:
         raise UsageError(f"{flag}: {' x '.join(engine.ranks)} is {ranks} ranks, but at most {MAX_RANKS} are planned.")
     return name, options
+
+
+def _value(flag: str, key: str, text: str, engine: Engine) -> int | str:
+    """What stands behind `=`, or nothing."""
+    if key in engine.choices:
+        if text not in engine.choices[key]:
+            raise UsageError(
+                f"{flag}: option {key} is {text!r}, but it must be one of {', '.join(engine.choices[key])}."
+            )
+        return text
+    low, high = (0, 1) if key in engine.switches else (1, MAX_RANKS)
+    value = parse_count(text, low, high)
+    if value is None:
+        rule = "0 or 1" if key in engine.switches else f"a number from 1 to {MAX_RANKS}"
+        raise UsageError(f"{flag}: option {key} is {text!r}, but it must be {rule}, e.g. {key}={max(low, 1)}.")
+    return value
 
 
 def parse_count(text: str, low: int, high: int) -> int | None:

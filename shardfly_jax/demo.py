@@ -21,6 +21,7 @@ import shardfly_jax as sf
 from shardfly_jax.layout import leaves_of
 from shardfly_jax.sharding.formats import np_dtype
 from shardfly_jax.today import make_update
+from shardfly_jax.wording import share_text
 
 FSDP, TRAINER_TP, REPLICAS, ROLLOUT_TP = 2, 2, 2, 2
 WARM_RUNS = 5
@@ -31,6 +32,7 @@ class Figures:
     """What a demo run measured.
 
     Attributes:
+      unquantized_nbytes: Payload of the same route in bfloat16, if this one is quantized.
       plan_secs, register_secs, first_secs: Once each.
       later_secs: Of the updates after the first, in order.
       sync_secs, today_secs: `WARM_RUNS` warm runs each, taken in turn, of the same params.
@@ -39,6 +41,7 @@ class Figures:
     """
 
     plan: sf.Plan
+    unquantized_nbytes: int | None
     plan_secs: float
     register_secs: float
     first_secs: float
@@ -53,7 +56,7 @@ def run(model: str = "Qwen3-0.6B", updates: int = 3, quantization: str | None = 
     """Runs the demo and prints its table; the exit status."""
     console = Console(width=110) if not sys.stdout.isatty() else Console()
     figures = measure(model, updates, console, quantization)
-    console.print(table(f"{model}, {quantization}" if quantization else model, figures))
+    console.print(table(f"{model} in {quantization}," if quantization else model, figures))
     return 0
 
 
@@ -77,13 +80,18 @@ def measure(model: str, updates: int, console: Console, quantization: str | None
     sizes = sf.engines.model(model)
     console.print(
         f"{model}: tunix trainer fsdp {FSDP} x tp {TRAINER_TP} -> {REPLICAS} vLLM replicas of TP {ROLLOUT_TP}, "
-        f"on {need} {devices[0].platform} devices" + (f", quantized on the way: {quantization}" if quantization else "")
+        f"on {need} {devices[0].platform} devices" + (f", in {quantization}" if quantization else "")
     )
     start = time.perf_counter()
     trainer = sf.engines.tunix.trainer(sizes, trainer_mesh)
     rollout = sf.engines.vllm.rollout(sizes, rollout_mesh, quantization=quantization)
     plan = sf.make_plan(trainer.params, rollout.params, sf.engines.route(trainer, rollout))
     plan_secs = time.perf_counter() - start
+    unquantized_nbytes = None
+    if quantization is not None:
+        plain = sf.engines.vllm.rollout(sizes, rollout_mesh)
+        route = sf.engines.route(trainer, plain)
+        unquantized_nbytes = sf.make_plan(trainer.params, plain.params, route).nbytes
     start = time.perf_counter()
     plan = sf.register(plan)
     register_secs = time.perf_counter() - start
@@ -91,38 +99,34 @@ def measure(model: str, updates: int, console: Console, quantization: str | None
     times, checked = [], 0
     params: Any = None
     seed = int(np.random.default_rng().integers(1 << 32))
-    with progress_bars(console) as bars:
-        for number in range(1, updates + 1):
-            params = None  # the old weights go before the new ones come
-            with _bar(bars, f"update {number}: new weights", _tree_nbytes(trainer.params)) as tick:
-                params = random_params(trainer.params, (seed, number), tick)
+    for number in range(1, updates + 1):
+        params = None  # the old weights go before the new ones come
+        with _bar(console, f"update {number}: new weights", _tree_nbytes(trainer.params)) as tick:
+            params = random_params(trainer.params, (seed, number), tick)
+        with _bar(console, f"update {number}: sync", plan.target_nbytes) as tick:
             start = time.perf_counter()
-            with _bar(bars, f"update {number}: sync", plan.target_nbytes) as tick:
-                sf.sync(params, plan, progress=tick)
+            sf.sync(params, plan, progress=tick)
             times.append(time.perf_counter() - start)
-            with _bar(bars, f"update {number}: verify", plan.target_nbytes) as tick:
-                checked += sf.verify(params, plan, progress=tick)
-        with _bar(bars, "warm runs against today's way", 2 * WARM_RUNS) as tick:
-            sync_secs, today_secs = _race(params, plan, tick)
+        with _bar(console, f"update {number}: verify", plan.target_nbytes) as tick:
+            checked += sf.verify(params, plan, progress=tick)
+    with _bar(console, "warm runs against today's way", 2 * WARM_RUNS) as tick:
+        sync_secs, today_secs = _race(params, plan, tick)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return Figures(
-        plan=plan, plan_secs=plan_secs, register_secs=register_secs, first_secs=times[0], later_secs=tuple(times[1:]),
+        plan=plan, unquantized_nbytes=unquantized_nbytes, plan_secs=plan_secs,
+        register_secs=register_secs, first_secs=times[0], later_secs=tuple(times[1:]),
         sync_secs=sync_secs, today_secs=today_secs, checked_nbytes=checked, peak_nbytes=peak,
     )  # fmt: skip
 
 
-def progress_bars(console: Console) -> Progress:
-    """Bars with time; the last state of each where the output is not a terminal."""
-    return Progress(
-        TextColumn("{task.description:<30}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), console=console
-    )
-
-
 @contextlib.contextmanager
-def _bar(bars: Progress, what: str, total: int) -> Iterator[Callable[[int], None]]:
-    task = bars.add_task(what, total=total)
-    yield lambda n: bars.advance(task, n)
-    bars.update(task, completed=total)
+def _bar(console: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar with the time it took; only its end where the output is not a terminal."""
+    columns = TextColumn("{task.description:<30}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console) as bars:
+        task = bars.add_task(what, total=total)
+        yield lambda n: bars.advance(task, n)
+        bars.update(task, completed=total)
 
 
 def _tree_nbytes(tree: Any) -> int:
@@ -178,10 +182,13 @@ def table(model: str, figures: Figures) -> Table:
     out.add_column(style="bold")
     out.add_column(justify="right")
     later = min(figures.later_secs, default=figures.first_secs)
+    unquantized = figures.unquantized_nbytes
+    checked = "bytes checked against the mapping" if unquantized is None else "codes, scales and the rest checked"
     rows = [
         ("plan", f"{figures.plan_secs:.3f} s"),
         ("moves", f"{len(plan.moves):,} ({int(plan.moves.count.sum()):,} with all layers)"),
         ("payload, forwards included", gigabytes(plan.nbytes)),
+        *([] if unquantized is None else [("  of what bfloat16 takes", share_text(plan.nbytes, unquantized))]),
         ("staging", f"{plan.staging_nbytes:,} bytes"),
         ("register", f"{figures.register_secs:.2f} s"),
         ("first update", f"{figures.first_secs:.2f} s"),
@@ -195,7 +202,7 @@ def table(model: str, figures: Figures) -> Table:
         ),
         ("trainer egress", gigabytes(plan.egress_nbytes)),
         ("  as one broadcast to each replica", gigabytes(plan.broadcast_nbytes)),
-        ("bytes checked against the mapping", gigabytes(figures.checked_nbytes)),
+        (checked, gigabytes(figures.checked_nbytes)),
         (f"sync, warm, best of {WARM_RUNS}", f"{min(figures.sync_secs):.2f} s"),
         (f"jitted conversion + device_put, warm, best of {WARM_RUNS}", f"{min(figures.today_secs):.2f} s"),
         ("  of the time of sync", f"{min(figures.today_secs) / min(figures.sync_secs):.2f}x"),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from shardfly_jax.sharding import language
-from shardfly_jax.sharding.errors import PlanFileError
+from shardfly_jax.sharding.errors import LanguageError, PlanFileError
 from shardfly_jax.sharding.formats import Amax, Cast, Conversion, Divide, Encode, Fill, MulAdd, ToScale
 from shardfly_jax.sharding.language import Expr, FamilyIndex
 from shardfly_jax.sharding.layouts import Layout
@@ -49,6 +49,8 @@ def _format(name: str, stated: dict[str, Any], constants: dict[str, Any]) -> For
         raise PlanFileError(
             f"plan file: the format {name!r} is not known. Import the module that defines it."
         ) from None
+    except LanguageError as error:
+        raise PlanFileError(f"plan file: the format {name!r} is refused by now: {error} Make the plan again.") from None
     if found.constants != constants:
         raise PlanFileError(
             f"plan file: the format {name!r} states {found.constants}, but the plan was made with {constants}. "

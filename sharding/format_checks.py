@@ -16,6 +16,7 @@ LARGEST = {
 }  # fmt: skip
 """Dtypes of codes, and the largest number of each that has a negative."""
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 LEAST_DIVISOR = 4.0
 """From here on the scale of the largest float32 has a reciprocal that is not subnormal."""
 
@@ -55,6 +56,45 @@ def real(what: str, value: Any, least: float) -> float:
             f"format: {what} is {value!r}, but a number of at least {least:g} that is finite in float32 is needed."
         )
     return float(value) + 0.0  # no negative zero, whose bits are larger than those of any amax
+
+
+def floor(value: Any, divisor: float, counts: bool) -> float:
+    """The least amax that counts.
+
+    Args:
+      counts: Whether scales are made of the larger one of amax and the floor.
+
+    Raises:
+      LanguageError: It is no finite number of at least 0, or one that would change nothing.
+    """
+    kept = real("floor", value, 0)
+    if kept and not counts:
+        raise LanguageError(
+            f"format: floor is {value!r}, but with rounding 'floor' a scale is the exponent of amax alone. Set it "
+            "to 0, or choose the rounding 'ceil'."
+        )
+    least = divisor * SMALLEST_NORMAL
+    if kept and float(np.float32(kept)) < least:
+        raise LanguageError(
+            f"format: floor is {value!r}, but less than {least!r} makes a scale that is subnormal and counts as zero. "
+            "Set it to 0, or to more."
+        )
+    return kept
+
+
+def of_floor(what: str, value: int, unused: int) -> None:
+    """A number that only the rounding `floor` uses, of a format with another one.
+
+    Args:
+      unused: What it is where nobody has given it.
+
+    Raises:
+      LanguageError: It was given.
+    """
+    if value != unused:
+        raise LanguageError(
+            f"format: {what} is {value!r}, but rounding 'ceil' has none. Leave it out, or choose the rounding 'floor'."
+        )
 
 
 def flag(what: str, value: Any) -> bool:

@@ -57,14 +57,15 @@ class Format:
       codes: Dtype of the codes, one of `format_checks.LARGEST`; two of `float4_e2m1fn` share a byte (see `pack`).
       largest: The largest code.
       divisor: `scale = max(amax, floor) / divisor`; at least 4, so that no reciprocal of a scale is subnormal.
-      floor: The least `amax` that counts; 0 for none.
-      formula: `reciprocal`: `x * (1 / scale)`; `divide`: `x / scale`; `factor`: `x * (divisor / amax)`, and the scale
-        is the reciprocal of that factor; both are 1 where that is subnormal. Every operation is rounded to float32 by
-        itself.
+      floor: The least `amax` that counts; 0 for none. The rounding `floor` of powers of two has none.
+      formula: `reciprocal`: `x * (1 / scale)`; `divide`: `x / scale`, the same where scales are powers of two;
+        `factor`: `x * (divisor / amax)`, and the scale is the reciprocal of that factor; both are 1 where that is
+        subnormal. Every operation is rounded to float32 by itself.
       scale: `float32`; `power_of_two`: a power of two, kept as float32; `e8m0`: the same as a byte, its exponent plus
         127.
       rounding, shift, carry: How a scale becomes a power of two: `ceil`, up from `max(amax, floor) / divisor`; `floor`,
-        the exponent of amax less `shift`, once `carry` has been added to the bits of amax.
+        the exponent of amax less `shift`, once `carry` has been added to the bits of amax. With `ceil` neither shift
+        nor carry may be given, as nothing would come of them.
       zero_exponent: Plus 127, of a block whose scale is zero before it is rounded up.
     """
 
@@ -107,7 +108,12 @@ class Format:
         format_checks.choice("scale", self.scale, ("float32", "power_of_two", "e8m0"))
         format_checks.whole("shift", self.shift, 0, 15)
         format_checks.whole("carry", self.carry, 0, (1 << 23) - 1)
-        self._keep("floor", format_checks.real("floor", self.floor, 0))
+        rounds_down = self.scale != "float32" and self.rounding == "floor"
+        self._keep("floor", format_checks.floor(self.floor, self.divisor, not rounds_down))
+        fields = {field.name for field in dataclasses.fields(self)}
+        for name in ("shift", "carry") if self.rounding == "ceil" else ():
+            unused = getattr(type(self) if name in fields else Format, name)  # the default, or what a class states
+            format_checks.of_floor(name, getattr(self, name), unused)
         if self.scale != "float32" and self.formula == "factor":
             raise LanguageError("format: a factor is no power of two. Use the formula 'reciprocal'.")
 
@@ -398,10 +404,8 @@ class MxFp4(MxBlock):
 
     def __post_init__(self) -> None:
         MxBlock.__post_init__(self)
-        if self.carry not in (0, ROUNDS_AT_1_75) or (self.carry and self.rounding != "floor"):
-            raise LanguageError(
-                f"format: carry is {self.carry} and rounding {self.rounding!r}, but 0, or 2^21 with 'floor', is known."
-            )
+        if self.carry not in (0, ROUNDS_AT_1_75):
+            raise LanguageError(f"format: carry is {self.carry}, but 0 and 2^21 are known. Use one.")
         self._keep("carry", int(self.carry))
 
 

@@ -12,6 +12,7 @@ import pytest
 import shardfly_jax as sf
 from shardfly_jax import commands
 from shardfly_jax.__main__ import choose_devices, main
+from shardfly_jax.engines.quantized import FORMATS
 from shardfly_jax.wording import bytes_text, secs_text
 
 ROUTE = ["--model", "Qwen3-0.6B", "--trainer", "tunix:fsdp=2,tp=2", "--rollout", "vllm:tp=2,replicas=2"]
@@ -100,12 +101,47 @@ def test_every_engine_can_be_explained(
     assert ranks in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_a_quantized_rollout_is_explained(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", *ROUTE[:-1], f"{engine}:tp=2,fp8=1"]) == 0
+QUANTIZED = [
+    (engine, quantization)
+    for engine in ("vllm", "sglang")
+    for quantization in getattr(sf.engines, engine).QUANTIZATIONS
+]
+
+
+@pytest.mark.parametrize(("engine", "quantization"), QUANTIZED)
+def test_every_quantization_of_an_engine_is_explained(
+    engine: str, quantization: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", *ROUTE[:-1], f"{engine}:tp=2,quantization={quantization}"]) == 0
     text = capsys.readouterr().out
-    assert "Fp8Block per block" in text
+    assert f"{type(FORMATS[quantization]).__name__} per " in text
     assert "weight_scale" in text
+
+
+def test_the_hubs_mxfp4_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    route = ["--model", "gpt-oss-20b", "--trainer", "maxtext:tensor=2"]
+    assert main(["explain", *route, "--rollout", "hf:quantization=mxfp4"]) == 0
+    assert "MxFp4 per block" in capsys.readouterr().out
+    assert main(["explain", *route, "--rollout", "hf:quantization=none"]) == 0
+    assert "MxFp4" not in capsys.readouterr().out
+
+
+def test_a_quantized_rollout_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    rollout = "vllm:tp=2,quantization=int8_channel"
+    made = plan(rollout=rollout)
+    assert made.nbytes < 0.7 * plan(rollout="vllm:tp=2").nbytes
+    assert main(["simulate", *ROUTE[:-1], rollout, "--topology", "h100"]) == 0
+    assert f" {bytes_text(made.nbytes)} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["explain", "simulate"])
+def test_help_lists_every_quantization_of_each_engine(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for engine in ("vllm", "sglang", "hf"):
+        choices = " | ".join(["none", *getattr(sf.engines, engine).QUANTIZATIONS])
+        assert f"quantization of {engine}: {choices}" in text
 
 
 def test_models_lists_every_model_and_who_has_a_mapping(capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,6 +179,16 @@ def change(index: int, value: str) -> list[str]:
         (change(5, "vllm:ep=1"), "no experts"),
         (change(5, "vllm:dp=2"), "no experts"),
         (change(5, "sglang:tp=2,ep=2"), "no experts"),
+        (change(5, "vllm:quantization=fp3"), "none, fp8_block, fp8_block_ue8m0, fp8_tensor, fp8_channel, int8_channel"),
+        (
+            change(5, "sglang:quantization=int8_channel"),
+            "'int8_channel', but it must be one of none, fp8_block, fp8_block_ue8m0.",
+        ),
+        (change(5, "sglang:quantization"), "none, fp8_block"),
+        (change(5, "hf:quantization=fp8_block"), "none, mxfp4"),
+        (change(5, "hf:quantization=mxfp4"), "'mxfp4' of 'gpt_oss'"),
+        (change(3, "tunix:quantization=fp8_block"), "fsdp, tp"),
+        (change(5, "vllm:fp8=1"), "ep, quantization"),
         (["explain", *ROUTE, "--topology", "b200"], "h100"),
         (["explain", *ROUTE, "--hosts", "0"], "from 1 to 4096"),
         (["explain", *ROUTE[:5], "vllm:tp=2,replicas=8", "--hosts", "2"], "Give 3 or more"),

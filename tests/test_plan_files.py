@@ -168,6 +168,19 @@ def test_a_file_of_another_format_version_is_refused() -> None:
         load(rewritten(planned(), {"format": 99}))
 
 
+def test_a_format_that_is_refused_by_now_is_named_with_the_reason() -> None:
+    over = mesh((1,), "x")
+    target = {"w": like((4, 64), "float8_e4m3fn", over), "s": like((4, 2), "uint8", over)}
+    mapping = sf.Mapping({"w": sf.src("w").quantize(sf.formats.MxFp8()), "s": sf.scale_of("w")})
+    plan = sf.make_plan({"w": like((4, 64), "float32", over)}, target, mapping)
+    with np.load(io.BytesIO(saved(plan))) as file:
+        families = json.dumps(json.loads(file["header"].tobytes())["families"])
+    assert '"floor": 0.0' in families
+    older = rewritten(plan, {"families": json.loads(families.replace('"floor": 0.0', '"floor": 0.5'))})
+    with pytest.raises(sf.PlanFileError, match=r"MxFp8' is refused by now: format: floor is 0\.5.*Make the plan again"):
+        load(older)
+
+
 def test_a_file_whose_contents_do_not_match_its_digest_is_refused() -> None:
     plan = planned()
     assert load(rewritten(plan, {})) == plan

@@ -25,6 +25,7 @@ from shardfly_jax.sharding.quantization import triton_mxfp4
 
 FAMILIES = ("qwen3", "qwen3_moe", "llama3", "deepseek_v3", "gpt_oss", "glm4_moe")
 
+QUANTIZATIONS = ("mxfp4",)
 MXFP4 = triton_mxfp4()
 """What serving stacks quantize gpt-oss with; with what OpenAI did is not published."""
 PACKED = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
@@ -61,7 +62,7 @@ def rollout(
     require_model(model)
     own, entries = tensors(model), dict(own_names(model))
     if quantization is not None:
-        if quantization != "mxfp4" or model.family != "gpt_oss":
+        if quantization not in QUANTIZATIONS or model.family != "gpt_oss":
             raise PlanError(
                 f"engine: quantization of hf is {quantization!r} for {model.name} of family {model.family!r}, but "
                 "'mxfp4' of 'gpt_oss' is known. Leave it out."

@@ -7,8 +7,6 @@ keep embeddings, `lm_head`, norms, biases and the router as they are (`quantizat
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -53,9 +51,6 @@ QUANTIZED = (
 )  # fmt: skip
 """Endings of the names of weights that are quantized."""
 
-TPS = (1, 2, 4, 8, 16, 32, 64)
-"""Sizes that are proposed where one does not do."""
-
 
 def require(model: Model, quantization: Any, names: tuple[str, ...], engine: str) -> None:
     """Raises:
@@ -74,94 +69,6 @@ def require(model: Model, quantization: Any, names: tuple[str, ...], engine: str
             f"engine: quantization of {engine} is {quantization!r}, but {model.name} of family {model.family!r} is "
             f"described unquantized only; the families {list(FAMILIES)} are quantized. Leave it out."
         )
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Ways:
-    """Into how many parts the ranks of an engine cut.
-
-    Attributes:
-      tp: Heads and widths of dense MLPs.
-      shared: The width of the expert that all tokens pass; None where it is one of the others.
-      width: Widths of experts.
-    """
-
-    tp: int
-    shared: int | None
-    width: int
-
-
-def check_blocks(
-    model: Model, format: Fp8Block, ways: Callable[[int], Ways], tp: int, *, otherwise: str, multiple_of: int = 1
-) -> None:
-    """The engines' own rule for blocks, before anything is planned.
-
-    It is `validate_fp8_block_shape` (`quantization/utils/fp8_utils.py`) and `Fp8MoEMethod.create_weights`
-    (`quantization/fp8.py`) of vLLM, `validate_block_quant_shapes` and the like of SGLang: what a rank holds of rows or
-    columns that are cut, and each part of a fused weight but the last of an uncut one, are whole blocks.
-
-    Args:
-      ways: What a tp makes ranks hold.
-      tp: The one that is wanted.
-      otherwise: What to do where blocks divide no tp's sizes and the attention has other formats too.
-      multiple_of: Each tp that is proposed instead.
-
-    Raises:
-      PlanError: Some size is no multiple of the block; all are listed, with each tp that would do.
-    """
-
-    def indivisible(one: Ways) -> list[tuple[str, int]]:
-        return [(what, n) for what, n, block in _sizes(model, format, one) if n % block]
-
-    here = ways(tp)
-    faults = indivisible(here)
-    if not faults:
-        return
-    good = [t for t in TPS if model.heads % t == 0 and t % multiple_of == 0 and not indivisible(ways(t))]
-    remedies = [f"Choose tp from {good}"] if good else []
-    if here.width > 1 and not indivisible(dataclasses.replace(here, width=1)):
-        remedies.append("let ranks share out whole experts (expert_parallel)")
-    if not remedies:
-        alone = "" if model.latent is not None else f", or {otherwise}"
-        remedies = [f"No tp does, so {model.name} cannot be quantized in such blocks: leave quantization out{alone}"]
-    remedy = ", or ".join(remedies)
-    raise PlanError(
-        [
-            f"indivisible: {model.name} has {n} {what} per rank with tp={tp}, but blocks of {format.rows} x "
-            f"{format.columns} do not divide them. {remedy[0].upper()}{remedy[1:]}."
-            for what, n in faults
-        ]
-    )
-
-
-def _sizes(m: Model, format: Fp8Block, ways: Ways) -> Iterator[tuple[str, int, int]]:
-    """(what a rank holds, how much, and the length of the blocks that must divide it)."""
-    rows, columns, tp = format.rows, format.columns, ways.tp
-    if m.latent is None:
-        yield "query rows of self_attn.qkv_proj.weight", m.heads * m.head_dim // tp, rows
-        yield "key rows of self_attn.qkv_proj.weight", max(m.kv_heads, tp) * m.head_dim // tp, rows
-        value = m.head_dim
-    else:
-        mla, value = m.latent, m.latent.value
-        if mla.q_rank is not None:
-            yield "rows of q_a_proj in self_attn.fused_qkv_a_proj", mla.q_rank, rows
-        if tp > 1:
-            queries = "q_proj" if mla.q_rank is None else "q_b_proj"
-            yield f"rows of self_attn.{queries}.weight", m.heads * m.head_dim // tp, rows
-            yield "rows of self_attn.kv_b_proj.weight", m.heads * (mla.nope + mla.value) // tp, rows
-    if tp > 1:
-        yield "columns of self_attn.o_proj.weight", m.heads * value // tp, columns
-    mlps = [("mlp.", m.width, tp)] if m.dense_layers else []
-    if m.experts is not None and m.experts.shared_width and ways.shared is not None:
-        mlps.append(("mlp.shared_experts.", m.experts.shared_width, ways.shared))
-    for prefix, width, cuts in mlps:
-        yield f"gate rows of {prefix}gate_up_proj.weight", width // cuts, rows
-        if cuts > 1:
-            yield f"columns of {prefix}down_proj.weight", width // cuts, columns
-    if m.experts is not None:
-        yield "gate rows of mlp.experts.w13_weight", m.experts.width // ways.width, rows
-        if tp > 1:  # also where experts are whole
-            yield "columns of mlp.experts.w2_weight", m.experts.width // ways.width, columns
 
 
 def side(builder: FusedBuilder, format: Format) -> Side:

@@ -11,19 +11,21 @@ SGLang keeps copies that a write to a parameter does not renew; they are targets
 * `mlp.gate._weight_fp32` (GLM-4.5), which exists from the first forward pass on.
 
 Quantized, `w_kc` and `w_vc` stay in bfloat16. They get the trainer's own values; SGLang, when it loads, puts those of
-its codes there. (`SGL_USE_DEEPGEMM_BMM`, which is off by default, keeps codes there: not described.)
+its codes there, 2.3% away in the mean (`docs/design/quantization.md`). (`SGL_USE_DEEPGEMM_BMM`, which is off by
+default, keeps codes there: not described.)
 
 Data-parallel attention (`--enable-dp-attention`) and DeepEP are not described.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from shardfly_jax.engines import quantized
+from shardfly_jax.engines import block_sizes, quantized, vllm
 from shardfly_jax.engines.canonical import LAYER
 from shardfly_jax.engines.fused import Cuts, FusedBuilder, Placement
 from shardfly_jax.engines.models import Model, require_family
@@ -76,28 +78,79 @@ def rollout(
         SGLang does not combine, or a backend that rearranges experts after loading.
     """
     require_family(model, FAMILIES, "sglang")
-    if fuse_shared_experts is None:
-        fuse_shared_experts = expert_parallel == 1 and _fuses_by_default(model)
+    given: dict[str, Any] = {
+        "expert_parallel": expert_parallel, "moe_runner_backend": moe_runner_backend,
+        "fuse_shared_experts": fuse_shared_experts, "quantization": quantization,
+    }  # fmt: skip
+    builder = _builder(model, mesh, dtype, placement, **given)
+    fuses = _fuses(model, fuse_shared_experts, expert_parallel)
+    if faults := _indivisible(builder, quantization, fuses):
+        raise _refusal(builder, mesh, faults, given)
+    _add_parameters(builder, dtype, moe_runner_backend, fuses, sinks_dtype, quantization is not None)
+    if quantization is None:
+        return builder.side("rollout")
+    return quantized.side(builder, quantized.FORMATS[quantization])
+
+
+def _builder(
+    model: Model,
+    mesh: AnyMesh,
+    dtype: Any,
+    placement: Placement | None,
+    *,
+    expert_parallel: int,
+    moe_runner_backend: str,
+    fuse_shared_experts: bool | None,
+    quantization: str | None,
+) -> FusedBuilder:
+    """What is to collect the parameters, once options and sizes are checked.
+
+    Raises:
+      PlanError: See `rollout`; but for sizes that blocks do not divide.
+    """
     if quantization is not None:
         quantized.require(model, quantization, QUANTIZATIONS, "sglang")
     runners = RUNNERS if quantization is None else QUANTIZED_RUNNERS
-    tp = axis_size("sglang", mesh, "tp")
-    _check(model, tp, expert_parallel, moe_runner_backend, fuse_shared_experts, runners)
+    fuses = _fuses(model, fuse_shared_experts, expert_parallel)
+    _check(model, axis_size("sglang", mesh, "tp"), expert_parallel, moe_runner_backend, fuses, runners)
     mesh, cuts = _cuts(mesh, expert_parallel)
-    builder = FusedBuilder(model, mesh, cuts, dtype, placement)
-    _add_parameters(builder, dtype, moe_runner_backend, fuse_shared_experts, sinks_dtype, quantization is not None)
+    return FusedBuilder(model, mesh, cuts, dtype, placement)
+
+
+def _indivisible(builder: FusedBuilder, quantization: str | None, fuses: bool) -> list[str]:
     if quantization is None:
-        return builder.side("rollout")
+        return []
     format = quantized.FORMATS[quantization]
     assert isinstance(format, Fp8Block)
-    fused = fuse_shared_experts
+    return block_sizes.indivisible(builder, format, shared_apart=not fuses)
 
-    def ways(t: int) -> quantized.Ways:
-        return quantized.Ways(tp=t, shared=None if fused else t, width=t // expert_parallel)
 
-    otherwise = "roll out on engines.vllm with quantization='fp8_channel', whose scales per row take any size"
-    quantized.check_blocks(model, format, ways, tp, otherwise=otherwise, multiple_of=expert_parallel)
-    return quantized.side(builder, format)
+def _refusal(builder: FusedBuilder, mesh: AnyMesh, faults: list[str], given: dict[str, Any]) -> PlanError:
+    model, placement = builder.model, builder.placement
+
+    def does(settings: block_sizes.Settings) -> bool:
+        options = dict(settings)
+        try:
+            made = _builder(model, block_sizes.with_tp(mesh, options.pop("tp")), "bfloat16", placement, **options)
+        except PlanError:
+            return False
+        fuses = _fuses(model, options["fuse_shared_experts"], options["expert_parallel"])
+        return not _indivisible(made, options["quantization"], fuses)
+
+    given = {"tp": dict(mesh.shape)["tp"], **given}
+    known: dict[str, Sequence[Any]] = {}
+    if model.experts is not None:
+        known = {"expert_parallel": range(1, model.heads + 1), "fuse_shared_experts": (None,)}
+    # cutlass runs quantized experts only
+    last = block_sizes.offers(given, {"quantization": (None,), "moe_runner_backend": ("triton",)}, does)
+    if vllm.takes(model, mesh, quantization="fp8_channel"):
+        last = ["engines.vllm with quantization='fp8_channel', whose scales per row take any size", *last]
+    return block_sizes.refusal(model, faults, given, known, does, (), last)
+
+
+def _fuses(m: Model, given: bool | None, expert_parallel: int) -> bool:
+    """Whether the shared expert is one of the others."""
+    return expert_parallel == 1 and _fuses_by_default(m) if given is None else given
 
 
 def _add_parameters(

@@ -10,15 +10,16 @@ Quantized, parameters are those of `layers/quantization/fp8.py`, or `compressed_
 are copies then, in the dtype of activations, that a write to `kv_b_proj` does not renew
 (`layers/attention/mla_attention.py`). They share one storage, which is a target of its own here,
 `self_attn.mla_attn.mla_attn.W_UK_T`: [rows of kv_b_proj, kv_rank], with DeepGEMM [kv_rank, rows of kv_b_proj]. It gets
-the trainer's own values; vLLM, when it loads, puts those of its codes there.
+the trainer's own values; vLLM, when it loads, puts those of its codes there, 2.3% away in the mean
+(`docs/design/quantization.md`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
-from shardfly_jax.engines import quantized
+from shardfly_jax.engines import block_sizes, quantized
 from shardfly_jax.engines.canonical import LAYER
 from shardfly_jax.engines.fused import Cuts, FusedBuilder, Placement
 from shardfly_jax.engines.models import Model, require_family
@@ -35,6 +36,7 @@ UNPADDED = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 SEQUENCE_PARALLEL = ("allgather_reducescatter", "mori", *PADDING)
 """`all2all_backend`s with which the ranks of a TP group share out tokens between TP, DP and EP
 (`ParallelConfig.use_sequence_parallel_moe`)."""
+DEFAULT_ALL2ALL = SEQUENCE_PARALLEL[0]
 ALL2ALL = (*SEQUENCE_PARALLEL, "flashinfer_nvlink_two_sided", "flashinfer_nvlink_one_sided")
 
 UP_FIRST = {"triton": False, "flashinfer_cutlass": True}
@@ -50,7 +52,7 @@ def rollout(
     dtype: Any = "bfloat16",
     expert_parallel: bool = False,
     moe_backend: str = "triton",
-    all2all_backend: str = "allgather_reducescatter",
+    all2all_backend: str = DEFAULT_ALL2ALL,
     placement: Placement | None = None,
     quantization: str | None = None,
 ) -> Side:
@@ -87,6 +89,37 @@ def rollout(
         vLLM does not take, or a backend that pads experts or rearranges them after loading.
     """
     require_family(model, FAMILIES, "vllm")
+    given: dict[str, Any] = {
+        "expert_parallel": expert_parallel, "moe_backend": moe_backend, "all2all_backend": all2all_backend,
+        "quantization": quantization,
+    }  # fmt: skip
+    builder = _builder(model, mesh, dtype, placement, **given)
+    if faults := _indivisible(builder, quantization):
+        raise _refusal(builder, faults, {"tp": builder.ways(("tp",)), **given})
+    _add_parameters(builder, moe_backend)
+    if quantization is None:
+        return builder.side("rollout")
+    if model.latent is not None:
+        _absorbed(builder, into_first=quantization == "fp8_block_ue8m0")
+    return quantized.side(builder, quantized.FORMATS[quantization])
+
+
+def _builder(
+    model: Model,
+    mesh: AnyMesh,
+    dtype: Any,
+    placement: Placement | None,
+    *,
+    expert_parallel: bool,
+    moe_backend: str,
+    all2all_backend: str,
+    quantization: str | None,
+) -> FusedBuilder:
+    """What is to collect the parameters, once options and sizes are checked.
+
+    Raises:
+      PlanError: See `rollout`; but for sizes that blocks do not divide.
+    """
     tp, dp = axis_size("vllm", mesh, "tp"), dict(mesh.shape).get("dp", 1)
     _check_expert_parallel(model, expert_parallel)
     exchanges = expert_parallel and dp > 1
@@ -99,14 +132,38 @@ def rollout(
         tp=("tp",), shared=() if whole else ("tp",), experts=ranks if expert_parallel else (),
         width=() if expert_parallel else ranks,
     )  # fmt: skip
-    builder = FusedBuilder(model, mesh, cuts, dtype, placement)
-    _add_parameters(builder, moe_backend)
-    if quantization is None:
-        return builder.side("rollout")
-    return _quantized(
-        builder, quantization,
-        lambda t: quantized.Ways(tp=t, shared=1 if whole else t, width=1 if expert_parallel else t * dp),
-    )  # fmt: skip
+    return FusedBuilder(model, mesh, cuts, dtype, placement)
+
+
+def takes(
+    model: Model, mesh: AnyMesh, *, tp: int | None = None, placement: Placement | None = None, **options: Any
+) -> bool:
+    """Whether `rollout` takes options, on a mesh that has another tp if one is given."""
+    defaults = {"expert_parallel": False, "moe_backend": "triton", "all2all_backend": DEFAULT_ALL2ALL}
+    mesh = mesh if tp is None else block_sizes.with_tp(mesh, tp)
+    try:
+        builder = _builder(model, mesh, "bfloat16", placement, **{**defaults, **options})
+    except PlanError:
+        return False
+    return not _indivisible(builder, options["quantization"])
+
+
+def _indivisible(builder: FusedBuilder, quantization: str | None) -> list[str]:
+    format = None if quantization is None else quantized.FORMATS[quantization]
+    return block_sizes.indivisible(builder, format) if isinstance(format, Fp8Block) else []
+
+
+def _refusal(builder: FusedBuilder, faults: list[str], given: dict[str, Any]) -> PlanError:
+    def does(settings: block_sizes.Settings) -> bool:
+        return takes(builder.model, builder.mesh, placement=builder.placement, **settings)
+
+    known: dict[str, Sequence[Any]] = {}
+    if builder.model.experts is not None:
+        known = {"expert_parallel": (False, True), "all2all_backend": (DEFAULT_ALL2ALL,)}
+    by_row = block_sizes.offers(given, {"quantization": ("fp8_channel",), "moe_backend": ("triton",)}, does)
+    others = [f"{change}, whose scales per row take any size" for change in by_row]
+    last = block_sizes.offers(given, {"quantization": (None,)}, does)
+    return block_sizes.refusal(builder.model, faults, given, known, does, others, last)
 
 
 def _add_parameters(builder: FusedBuilder, moe_backend: str) -> None:
@@ -126,16 +183,6 @@ def _add_parameters(builder: FusedBuilder, moe_backend: str) -> None:
     builder.router(dtype="float32" if model.family == "glm4_moe" else None)
     builder.experts(up_first=UP_FIRST[moe_backend])
     builder.shared_expert()
-
-
-def _quantized(builder: FusedBuilder, quantization: str, ways: Callable[[int], quantized.Ways]) -> Side:
-    """The rollout with its linears and experts as codes and scales."""
-    if isinstance(format := quantized.FORMATS[quantization], Fp8Block):
-        otherwise = "give quantization='fp8_channel', whose scales per row take any size"
-        quantized.check_blocks(builder.model, format, ways, builder.ways(("tp",)), otherwise=otherwise)
-    if builder.model.latent is not None:
-        _absorbed(builder, into_first=quantization == "fp8_block_ue8m0")
-    return quantized.side(builder, format)
 
 
 def _absorbed(b: FusedBuilder, into_first: bool) -> None:
@@ -189,7 +236,7 @@ def _check_backends(model: Model, backend: str, all2all: str, exchanges: bool) -
     if model.experts is not None and exchanges and all2all in PADDING and model.hidden not in UNPADDED:
         raise PlanError(
             f"engine: all2all_backend of vllm is {all2all!r}, but it pads the experts of {model.name}, whose hidden "
-            f"size is {model.hidden}. Choose allgather_reducescatter."
+            f"size is {model.hidden}. Choose {DEFAULT_ALL2ALL}."
         )
     usable = ["triton"] if model.family == "gpt_oss" else list(UP_FIRST)
     if backend not in usable and model.experts is None:
