@@ -19,8 +19,9 @@ from shardfly_jax.sharding.layouts import Layout
 from shardfly_jax.sharding.moves import Key
 from shardfly_jax.sharding.ops import Inbox
 from shardfly_jax.sharding.optable import OpTables, Phase
+from shardfly_jax.sharding.presets import triton_mxfp4
 from shardfly_jax.sharding.problem import TargetTree
-from shardfly_jax.sharding.quantization import Fp8Block, Fp8Channel, triton_mxfp4
+from shardfly_jax.sharding.quantization import Fp8Block, Fp8Channel
 
 Memory = dict[Key | Inbox, np.ndarray]
 

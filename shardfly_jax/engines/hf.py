@@ -21,7 +21,7 @@ from shardfly_jax.sharding.errors import PlanError
 from shardfly_jax.sharding.grids import PLAIN, grid_shape
 from shardfly_jax.sharding.language import Expr, scale_of, src, stack
 from shardfly_jax.sharding.mapping import Mapping, matches
-from shardfly_jax.sharding.quantization import triton_mxfp4
+from shardfly_jax.sharding.presets import triton_mxfp4
 
 FAMILIES = ("qwen3", "qwen3_moe", "llama3", "deepseek_v3", "gpt_oss", "glm4_moe")
 

@@ -20,16 +20,8 @@ from shardfly_jax.sharding.formats import np_dtype
 from shardfly_jax.sharding.grids import PLAIN, grid_shape
 from shardfly_jax.sharding.language import Expr, scale_of
 from shardfly_jax.sharding.mapping import Mapping
-from shardfly_jax.sharding.quantization import (
-    Format,
-    Fp8Block,
-    Fp8Channel,
-    Fp8Tensor,
-    Int8Channel,
-    deepgemm_ue8m0,
-    vllm_fp8_block,
-    vllm_fp8_tensor,
-)
+from shardfly_jax.sharding.presets import deepgemm_ue8m0, vllm_fp8_block, vllm_fp8_tensor
+from shardfly_jax.sharding.quantization import Format, Fp8Block, Fp8Channel, Fp8Tensor, Int8Channel
 
 FORMATS: dict[str, Format] = {
     "fp8_block": vllm_fp8_block(), "fp8_block_ue8m0": deepgemm_ue8m0(), "fp8_tensor": vllm_fp8_tensor(),
