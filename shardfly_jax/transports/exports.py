@@ -210,7 +210,7 @@ class Exports:
                     if who is None:
                         who = str(header["who"])
                         self._open[who] += 1
-                    self._changed.wait_for(functools.partial(self._has, header["what"]), header["secs"])
+                    self._changed.wait_for(functools.partial(self._has, header["what"]), min(header["secs"], LOOK_SECS))
                     if self._is_closed:
                         return
                     offer = self._offers.get(header["what"])
@@ -288,7 +288,7 @@ class Neighbour:
                 new.setblocking(False)  # who is stopped accepts nobody
                 new.connect(self._path)
                 new.setblocking(True)
-            except OSError as error:
+            except (OSError, ValueError) as error:  # which a path with a zero in it is
                 new.close()
                 raise TransferError(
                     f"update: the GPU memory of another process cannot be reached at {self._path}: {error}. It has "

@@ -9,7 +9,7 @@ from typing import Any
 
 import zmq
 
-from shardfly_jax.sharding.errors import WorldError
+from shardfly_jax.sharding.errors import TransferError, WorldError
 from shardfly_jax.worlds.wire import CHUNKS, Complaints, Header, Refused, Seal
 
 QUEUE = 2
@@ -88,14 +88,29 @@ class Outgoing:
         self._context, self._seal = context, seal
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
 
-    def socket(self, endpoint: str) -> zmq.Socket[bytes]:
-        """The connection to an endpoint, for pollers."""
-        if endpoint not in self._sockets:
-            new = self._context.socket(zmq.PUSH)
+    def connect(self, endpoint: str, rank: int) -> None:
+        """Connects to where a rank takes chunks, unless that was done before.
+
+        Raises:
+          TransferError: That is nowhere.
+        """
+        if endpoint in self._sockets:
+            return
+        new = self._context.socket(zmq.PUSH)
+        try:
             new.setsockopt(zmq.LINGER, 0)
             new.setsockopt(zmq.SNDHWM, QUEUE)
             new.connect(endpoint)
-            self._sockets[endpoint] = new
+        except zmq.ZMQError as error:
+            new.close(0)
+            raise TransferError(
+                f"update: rank {rank} has registered {endpoint!r} as where it takes payload, but zmq cannot connect to "
+                f"that ({error.strerror}). Put all ranks of a plan on GPUs of one host, or all on CPU devices."
+            ) from None
+        self._sockets[endpoint] = new
+
+    def socket(self, endpoint: str) -> zmq.Socket[bytes]:
+        """The connection to an endpoint, for pollers."""
         return self._sockets[endpoint]
 
     def has_room(self, endpoint: str) -> bool:

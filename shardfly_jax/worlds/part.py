@@ -133,9 +133,7 @@ class Part:
         if answer is None:
             raise WorldError("registration: the rendezvous did not answer in time. Connect anew.")
         if answer["op"] == "refused":
-            raise WorldError(
-                f"registration: {answer['why']}. Give each rank to one process, or end that process first."
-            )
+            raise WorldError(f"registration: {answer['why']}.")
 
     def _next(self, ops: set[str], secs: float) -> Header | None:
         """The next message of some kinds; others are of the past and dropped. None if none comes."""
