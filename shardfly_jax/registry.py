@@ -152,20 +152,27 @@ def held_ranks(plan: Plan, world: World | MpiWorld | None, ranks: Iterable[int] 
     Raises:
       RegistrationError: They are none of the plan's, or are not said where they must be.
     """
+    if world is not None and not hasattr(world, "part_of"):
+        raise RegistrationError(
+            f"registration: world is a {type(world).__name__}, but what sf.connect returns is needed. Give that."
+        )
     if (world is None) != (ranks is None):
         raise RegistrationError(
             "registration: world and ranks go together. Give both, e.g. ranks=plan.replicas[0].ranks, or neither."
         )
     if ranks is None:
         return frozenset(range(plan.ranks))
-    held = frozenset(ranks)
-    wrong = sorted(map(repr, (r for r in held if not isinstance(r, int | np.integer) or not 0 <= r < plan.ranks)))
-    if wrong or not held:
+    try:
+        given = list(ranks)
+    except TypeError:
+        given = []
+    wrong = [r for r in given if isinstance(r, bool) or not isinstance(r, int | np.integer) or not 0 <= r < plan.ranks]
+    if wrong or not given:
         raise RegistrationError(
-            f"registration: ranks are {', '.join(wrong) or 'empty'}, but the plan has ranks 0 to {plan.ranks - 1}. "
-            "Give those that live in this process."
+            f"registration: ranks are {', '.join(map(repr, wrong)) or repr(ranks)}, but the plan has ranks 0 to "
+            f"{plan.ranks - 1}. Give a list of those that live in this process, e.g. plan.replicas[0].ranks."
         )
-    return frozenset(int(rank) for rank in held)
+    return frozenset(map(int, given))
 
 
 def owners_of(owner: Any, trees: list[str]) -> dict[str, Any]:

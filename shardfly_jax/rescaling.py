@@ -80,7 +80,7 @@ def rescale(
 
     Args:
       plan: Registered. It is void afterwards; if this raises, it stays in force, except that in a world a rank which
-        another process holds leaves this process without registration.
+        another process holds, or an address at which it can no longer listen, leaves this process without registration.
       target: The rollouts' new tree or `sf.replicas`, as for `make_plan`, which is called with the source, mapping and
         options of `plan`; or the new plan itself, where these change too or `plan` was loaded from a file.
       owner: As for `register`, of all target trees. By default every tree keeps the owner it has, or, where its layout

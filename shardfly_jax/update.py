@@ -18,6 +18,7 @@ from shardfly_jax.sharding.formats import np_dtype
 from shardfly_jax.sharding.layouts import Box
 from shardfly_jax.sharding.moves import View
 from shardfly_jax.sharding.patterns import FAMILY, name_pattern
+from shardfly_jax.worlds.wire import MAX_SECS, is_secs
 
 PATIENCE_SECS = 600.0
 """How long a process of a world waits by default for an update for which it does not block a trainer."""
@@ -126,8 +127,10 @@ def _prepare(params: Any, session: Session, progress: Callable[[int], None] | No
 
 
 def _check_secs(what: str, wait_secs: float | None) -> None:
-    if wait_secs is not None and (not isinstance(wait_secs, int | float) or not 0 < wait_secs < float("inf")):
-        raise ParamsMismatch(f"{what}: wait_secs is {wait_secs!r}, but a positive number of seconds is needed.")
+    if wait_secs is not None and not is_secs(wait_secs):
+        raise ParamsMismatch(
+            f"{what}: wait_secs is {wait_secs!r}, but a positive number of seconds is needed, {MAX_SECS:,} at most."
+        )
 
 
 def receive(

@@ -56,6 +56,9 @@ class GpuPart(Part):
         self._doubtful: dict[str, float] = {}
         self._offer(f"buffers {self.process}", addresses)
 
+    def _listen(self) -> None:
+        """Others ask at `World.exports`."""
+
     def _offer(self, what: str, addresses: Mapping[Any, int]) -> None:
         """Lets others map what lies at some addresses: by (family, tensor, rank), or device number."""
         pieces, places = self.world.heap.located(list(addresses.values()))

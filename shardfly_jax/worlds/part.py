@@ -56,7 +56,7 @@ class Part:
 
     Raises:
       RegistrationError: The world listens nowhere for payload.
-      WorldError: Another living process holds one of its ranks.
+      WorldError: Another living process holds one of its ranks, or where the world listens it can not.
 
     Attributes:
       transport: How payload travels.
@@ -80,6 +80,7 @@ class Part:
             self._close()
             raise
         try:
+            self._listen()  # now that the plan before does not, perhaps at the same address
             self._register()
         except BaseException:
             world.release(self)
@@ -96,12 +97,17 @@ class Part:
         receiving, what = sorted(rank for rank in self.held if rank >= plan.source_ranks), "weights"
         if not receiving:
             receiving, what = self._steps.trainers_that_receive, "the maxima of blocks that they share with others"
-        if receiving:
-            if world.listen is None:
-                raise RegistrationError(
-                    f"registration: the ranks {receiving} receive {what}, "
-                    "but this process listens nowhere. Say where: sf.connect(..., listen='tcp://127.0.0.1:0')."
-                )
+        self._receives = bool(receiving)
+        if receiving and world.listen is None:
+            raise RegistrationError(
+                f"registration: the ranks {receiving} receive {what}, but this process listens nowhere. Say where: "
+                "sf.connect(..., listen='tcp://127.0.0.1:0')."
+            )
+
+    def _listen(self) -> None:
+        """Begins to take payload."""
+        world = self.world
+        if self._receives and world.listen is not None:
             self._incoming = Incoming(world.context, world.listen, world.seal, self._steps.chunk_nbytes)
 
     def close(self) -> None:

@@ -22,6 +22,8 @@ Header = dict[str, Any]
 PROTOCOL = 4
 """Both sides of a world must speak the same."""
 MAC_NBYTES = 16
+MAX_SECS = 2_000_000
+"""Of any wait: kernels count milliseconds in 31 bits."""
 MAX_HEADER_NBYTES = 16 << 20
 """Longer messages are not even received on control sockets."""
 
@@ -76,8 +78,8 @@ def _is_text_or_none(x: Any) -> bool:
 
 
 def is_secs(x: Any) -> bool:
-    """Whether a field holds a positive number of seconds."""
-    return isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < float("inf")
+    """Whether a field holds a positive number of seconds, at most `MAX_SECS`."""
+    return isinstance(x, int | float) and not isinstance(x, bool) and 0 < x <= MAX_SECS
 
 
 def _is_ranks(x: Any) -> bool:

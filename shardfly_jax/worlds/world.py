@@ -10,7 +10,7 @@ import jax
 import zmq
 
 from shardfly_jax.buffers import Wanted, zeros
-from shardfly_jax.sharding.errors import RegistrationError, WorldError
+from shardfly_jax.sharding.errors import RegistrationError, WorldError, WorldLost
 from shardfly_jax.transports.choice import choose, why_not_ipc
 from shardfly_jax.worlds.closing import close_all
 from shardfly_jax.worlds.link import Link
@@ -68,7 +68,9 @@ class World:
 
         Raises:
           RegistrationError: There is none; and as `Part`.
+          WorldLost: The world was closed.
         """
+        self._check_open()
         from shardfly_jax.worlds.part import Part, trainer_devices  # which imports the transports
 
         buffers = list(session.buffers.values())
@@ -88,7 +90,8 @@ class World:
         return Part(session, self, transport, passed_over)
 
     def allocator(self, devices: Sequence[jax.Device]) -> Callable[[Sequence[Wanted]], list[jax.Array]]:
-        """What makes the buffers of a plan on some devices."""
+        """What makes the buffers of a plan on some devices. Raises as `part_of`."""
+        self._check_open()
         if why_not_ipc(devices) is not None:
             return zeros
         return self.heap.allocate
@@ -129,13 +132,19 @@ class World:
 
     def check(self, part: Part) -> None:
         """Raises:
-        WorldError: Another plan was registered in this world since.
+        WorldLost: The world was closed.
+        WorldError: Another plan was registered in it since.
         """
+        self._check_open()
         if part is not self._part:
             raise WorldError(
                 f"world: plan {part.session.digest[:12]} is no longer registered in it: a later registration took its "
-                "place, or the world was closed. Register it again."
+                "place. Register it again."
             )
+
+    def _check_open(self) -> None:
+        if self.context.closed:
+            raise WorldLost("world: it was closed in this process. sf.connect again, then register the plan.")
 
     def close(self) -> None:
         """Leaves the world, and gives back all that this process has of it, whatever of that fails.
