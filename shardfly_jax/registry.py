@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -47,15 +48,18 @@ def register(
       plan: From `make_plan` or `load_plan`.
       owner: Holds the buffers: a tree of arrays in the target's structure, an `nnx.Module`, or a function that returns
         one; a dict of them for several replica trees. It is asked for its addresses before every update. Rank-local
-        tensors stand as `{rank: array}`, or as a list of trees for `sf.local`. None allocates the buffers.
-      placement: Device of each rollout rank, counted from 0, where the target's mesh does not say; several ranks may
-        share one. By default ranks take this process' devices in turn.
+        tensors stand as `{rank: array}`, where ranks count from 0 within their target tree (the plan-wide number less
+        that of the tree's first rank, which is `plan.source_ranks` where there is one tree), or as a list of trees for
+        `sf.local`. None allocates the buffers.
+      placement: Device of each rollout rank, counted from 0 through all target trees (the plan-wide number less
+        `plan.source_ranks`), where the target's mesh does not say; several ranks may share one. By default ranks take
+        this process' devices in turn.
       executor: `persistent`, `portable`, or `auto`: the persistent kernel where it can run (see `why_not_persistent`).
         In a world `auto` takes the only one that there is: `persistent` between GPUs, else `portable`.
       world: From `connect`, where ranks of the plan live in other processes.
       ranks: Plan-wide numbers of the ranks that live in this process, e.g. `plan.replicas[0].ranks` for a rollout or
         `range(plan.source_ranks)` for the trainer; goes with `world`. The owner then holds the buffers of these ranks
-        only, as arrays on a mesh of as many devices or under `{rank: array}`.
+        only, as arrays on a mesh of as many devices or under `{rank: array}`, keyed as above.
 
     Returns:
       The plan with its session. Its older handles stay unregistered.
@@ -66,22 +70,39 @@ def register(
       WorldError, WorldLost: The world refuses this process' ranks, or is gone.
       UpdateRefused: An update of the plan that was registered in the world before is pending.
     """
-    if not isinstance(plan, Plan):
+    with registering(world):
+        if not isinstance(plan, Plan):
+            raise RegistrationError(
+                f"registration: a {type(plan).__name__} is given, but a plan is needed. Make one with "
+                "sf.make_plan(source, target, mapping)."
+            )
+        if executor not in EXECUTORS:
+            raise RegistrationError(f"registration: executor is {executor!r}, but one of {list(EXECUTORS)} is needed.")
+        held = held_ranks(plan, world, ranks)
+        trees = trees_here(plan, held)
+        devices = placed(plan, trees, placement, held)
+        if owner is None:
+            given = allocate(plan, trees, devices, held, new=allocator(world, devices))
+        else:
+            given = owners_of(owner, trees)
+        session = open_session(plan, given, devices, held, allocated=owner is None, executor=executor)
+        return activated(session, plan, world)
+
+
+def registering(world: World | MpiWorld | None) -> contextlib.AbstractContextManager[None]:
+    """While this process registers a plan: where all processes of a world do so together, they hear if it fails.
+
+    Raises:
+      RegistrationError: The world is none.
+      UpdateRefused: An update of the plan that was registered in it before is pending.
+    """
+    if world is None:
+        return contextlib.nullcontext()
+    if not hasattr(world, "registering"):
         raise RegistrationError(
-            f"registration: a {type(plan).__name__} is given, but a plan is needed. Make one with sf.make_plan(source, "
-            "target, mapping)."
+            f"registration: world is a {type(world).__name__}, but what sf.connect returns is needed. Give that."
         )
-    if executor not in EXECUTORS:
-        raise RegistrationError(f"registration: executor is {executor!r}, but one of {list(EXECUTORS)} is needed.")
-    held = held_ranks(plan, world, ranks)
-    trees = trees_here(plan, held)
-    devices = placed(plan, trees, placement, held)
-    if owner is None:
-        given = allocate(plan, trees, devices, held, new=allocator(world, devices))
-    else:
-        given = owners_of(owner, trees)
-    session = open_session(plan, given, devices, held, allocated=owner is None, executor=executor)
-    return activated(session, plan, world)
+    return world.registering()
 
 
 def open_session(
@@ -152,10 +173,6 @@ def held_ranks(plan: Plan, world: World | MpiWorld | None, ranks: Iterable[int] 
     Raises:
       RegistrationError: They are none of the plan's, or are not said where they must be.
     """
-    if world is not None and not hasattr(world, "part_of"):
-        raise RegistrationError(
-            f"registration: world is a {type(world).__name__}, but what sf.connect returns is needed. Give that."
-        )
     if (world is None) != (ranks is None):
         raise RegistrationError(
             "registration: world and ranks go together. Give both, e.g. ranks=plan.replicas[0].ranks, or neither."

@@ -22,6 +22,7 @@ from shardfly_jax.registry import (
     open_session,
     owners_of,
     placed,
+    registering,
     trees_here,
 )
 from shardfly_jax.session import Session
@@ -100,11 +101,11 @@ def rescale(
       WorldError, WorldLost: As `register`.
     """
     old = plan.registered()
-    new = target if isinstance(target, Plan) else replanned(plan, target)
-    new = dataclasses.replace(new, session=None)
-    check_placement(placement)
-    with old.updating():
-        world = old.part.world if old.part is not None else None
+    world = old.part.world if old.part is not None else None
+    with old.updating(), registering(world):
+        new = target if isinstance(target, Plan) else replanned(plan, target)
+        new = dataclasses.replace(new, session=None)
+        check_placement(placement)
         held = held_ranks(new, world, ranks)
         pairs = _pairs(old, new, held, placement)
         devices = placed(new, trees_here(new, held), _places(old, new, held, pairs, placement), held)

@@ -18,7 +18,7 @@ from shardfly_jax.worlds.attempt import Run, failure
 from shardfly_jax.worlds.closing import close_all
 from shardfly_jax.worlds.rendezvous import GRACE_SECS
 from shardfly_jax.worlds.steps import steps_of
-from shardfly_jax.worlds.wire import Header
+from shardfly_jax.worlds.wire import Header, is_secs
 
 if TYPE_CHECKING:
     from shardfly_jax.session import Session
@@ -170,11 +170,17 @@ class Part:
     # An update
 
     def prepare(
-        self, params: Any, wait_secs: float | None, progress: Callable[[int], None] | None, stream: Any = None
+        self,
+        check: Callable[[], None],
+        params: Any,
+        wait_secs: float | None,
+        progress: Callable[[int], None] | None,
+        stream: Any = None,
     ) -> Callable[[], None]:
-        """Checks the arguments of one update; within `Session.updating`.
+        """Checks the arguments of one update; within `Session.updating`. Where they are wrong the others are told.
 
         Args:
+          check: Raises if the call itself is wrong.
           params: The trainer's; None on a process without trainer ranks.
           wait_secs: How long to wait for everybody else to take part; None for the world's deadline.
           progress: Called with bytes written to this process' buffers.
@@ -184,7 +190,7 @@ class Part:
           Takes part in it.
         """
         session, link = self.session, self.world.link
-        patience = link.deadline_secs if wait_secs is None else wait_secs
+        patience = wait_secs if wait_secs is not None and is_secs(wait_secs) else link.deadline_secs
         self.world.check(self)
         self._entry += 1
 
@@ -193,6 +199,7 @@ class Part:
             link.say("enter", entry=self._entry, wait_secs=patience, refusal=why)
 
         try:
+            check()
             session.check_buffers()
             leaves, binding = bind(params, session) if self.sends else ([], None)
         except Exception as error:

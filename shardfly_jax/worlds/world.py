@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,10 @@ class World:
                 self._serving.close()
             self.context.term()
             raise
+
+    def registering(self) -> contextlib.AbstractContextManager[None]:
+        """While this process registers a plan; nobody waits for it meanwhile."""
+        return contextlib.nullcontext()
 
     def part_of(self, session: Session) -> Part:
         """Takes part in a plan, by the fastest transport that reaches its buffers.
