@@ -73,6 +73,12 @@ class Rendezvous:
         if member is not None:
             member.cut_off = None if is_connected else (now if member.cut_off is None else member.cut_off)
 
+    def pardon(self, now: float) -> None:
+        """Lets nobody count as silent or cut off until now: the rendezvous itself did not listen."""
+        for member in self.members.values():
+            member.heard = now
+            member.cut_off = None if member.cut_off is None else now
+
     def tick(self, now: float) -> Out:
         """Looks for silence and deadlines; returns what to send."""
         for who, member in list(self.members.items()):

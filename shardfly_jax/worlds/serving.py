@@ -69,7 +69,7 @@ class Serving:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._nudge.fileno(), zmq.POLLIN)
-        tick = time.monotonic()
+        tick = turn = time.monotonic()
         while not self._stopping:
             poller.poll(max(1, int((tick - time.monotonic()) * 1000)))
             # Much of it before the clock, as after a pause nobody has been silent, but not all: strangers may send on
@@ -78,6 +78,9 @@ class Serving:
             while time.monotonic() < until and self._socket.poll(0):
                 self._receive(self._socket.recv_multipart())
             now = time.monotonic()
+            if now - turn > self._rendezvous.lost_secs / 2:  # this process was stopped, the one that it serves too
+                self._rendezvous.pardon(now)
+            turn = now
             if now >= tick:
                 self._beat(now)
                 self._send(self._rendezvous.tick(now))

@@ -56,7 +56,7 @@ class World:
                 self._serving = Serving(self.context, address, self.seal, deadline_secs, lost_secs)
                 address = self._serving.address
             self.address = address
-            self.link = Link(self.context, address, self.seal, name, deadline_secs)
+            self.link = Link(self.context, address, self.seal, name, deadline_secs, serves=serve)
             atexit.register(self.close)  # so that what was said last still gets out
         except BaseException:
             if self._serving is not None:
