@@ -164,9 +164,9 @@ class Exports:
                     os.close(descriptor)
 
     def may_write(self, who: str) -> bool:
-        """Whether a process is alive that has mapped some of this memory."""
+        """Whether a process is alive that has mapped some of this memory; once this is closed, nobody knows better."""
         with self._changed:
-            return self._open[who] > 0
+            return self._is_closed or self._open[who] > 0
 
     def close(self) -> None:
         """Stops listening and answering; who has mapped something keeps it."""

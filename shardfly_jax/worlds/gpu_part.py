@@ -9,8 +9,9 @@ import json
 import os
 import secrets
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardfly_jax.binding import Binding, check_addresses, ready_shards
 from shardfly_jax.executors.choice import check_executor
@@ -18,8 +19,8 @@ from shardfly_jax.executors.memory import Key, Sources
 from shardfly_jax.executors.persistent import Others, PersistentExecutor, why_not
 from shardfly_jax.sharding.errors import ParamsMismatch, RegistrationError, SyncTimeout, TransferError, UnknownOutcome
 from shardfly_jax.sharding.optable import Inbox
-from shardfly_jax.transports.exports import Neighbour, Offered
-from shardfly_jax.transports.vmm import Mapping as MappedMemory, attach, stream_number, wait_for_stream
+from shardfly_jax.transports.exports import Exports, Neighbour, Offered
+from shardfly_jax.transports.vmm import Mapping as MappedMemory, SharedMemory, attach, stream_number, wait_for_stream
 from shardfly_jax.worlds.attempt import failure
 from shardfly_jax.worlds.closing import close_all
 from shardfly_jax.worlds.endpoints import Endpoint, Place, Spot, buffers_offered, inbox_offered, parsed
@@ -27,6 +28,22 @@ from shardfly_jax.worlds.gpu_run import GpuRun
 from shardfly_jax.worlds.part import Part, trainer_devices
 from shardfly_jax.worlds.rendezvous import GONE_SECS
 from shardfly_jax.worlds.wire import Header
+
+
+class Doubt(NamedTuple):
+    """A process that may still write into memory which it has mapped.
+
+    Attributes:
+      until: When its kernels have ended at the latest, as `time.monotonic` counts.
+      exports: Which know whether it has gone.
+    """
+
+    until: float
+    exports: Exports
+
+
+_DOUBTS: weakref.WeakKeyDictionary[SharedMemory, dict[str, Doubt]] = weakref.WeakKeyDictionary()
+"""By name, of each piece of memory in which there are buffers: these may be another plan's by then."""
 
 
 class GpuPart(Part):
@@ -53,7 +70,7 @@ class GpuPart(Part):
         self._executor: PersistentExecutor | None = None
         self._addresses: dict[Key | Inbox, int] = {}
         self._mapped: list[MappedMemory] = []
-        self._doubtful: dict[str, float] = {}
+        self._pieces, _ = self.world.heap.located(list(addresses.values()))
         self._offer(f"buffers {self.process}", addresses)
 
     def _listen(self) -> None:
@@ -77,6 +94,7 @@ class GpuPart(Part):
         withdrawals = [
             functools.partial(self.world.exports.withdraw, f"{what} {self.process}") for what in ("buffers", "inboxes")
         ]
+        self._pieces = []
         close_all(*withdrawals, self._unmap, *(neighbour.close for neighbour in neighbours.values()))
 
     def _unmap(self) -> None:
@@ -246,20 +264,27 @@ class GpuPart(Part):
 
     def doubt(self) -> None:
         """After an attempt that failed: others may write here until their kernels have ended, which nobody knows."""
-        until = time.monotonic() + self.world.link.deadline_secs
-        self._doubtful = dict.fromkeys(self._neighbours, until)
+        doubt = Doubt(time.monotonic() + self.world.link.deadline_secs, self.world.exports)
+        for piece in self._pieces:
+            _DOUBTS.setdefault(piece, {}).update(dict.fromkeys(self._neighbours, doubt))
+
+    @property
+    def doubtful(self) -> dict[str, Doubt]:
+        """Processes that took part in an attempt that failed, and have not been found harmless since."""
+        return {process: doubt for piece in self._pieces for process, doubt in _DOUBTS.get(piece, {}).items()}
 
     def _check_doubts(self, endpoints: Mapping[str, str]) -> None:
         """Raises:
         UnknownOutcome: A process that took part in an attempt that failed may still write here.
         """
         here = {Endpoint.parse(text, int(rank)).process for rank, text in endpoints.items()}
-        exports, now = self.world.exports, time.monotonic()
-        for process, until in self._doubtful.items():
+        now = time.monotonic()
+        for process, (until, exports) in self.doubtful.items():
             if process not in here and exports.may_write(process) and now < until:
                 raise UnknownOutcome(
                     f"update: process {process[:6]} took part in an attempt that failed, is alive, and has not said "
                     f"that its kernel has ended. End that process, or try again in {until - now:.0f} s, when it can no "
                     "longer write."
                 )
-        self._doubtful = {}
+        for piece in self._pieces:
+            _DOUBTS.pop(piece, None)
