@@ -45,7 +45,9 @@ def register(
     """Binds a plan to rollout buffers, once; every later `sync` writes into the same addresses.
 
     Args:
-      plan: From `make_plan` or `load_plan`.
+      plan: From `make_plan` or `load_plan`. In a world also one that was registered before, perhaps in a world that is
+        lost: the numbers of its updates go on, replicas whose buffers are given again (`owner=sf.params(plan)`) serve
+        the version that they did, and the registration before is void.
       owner: Holds the buffers: a tree of arrays in the target's structure, an `nnx.Module`, or a function that returns
         one; a dict of them for several replica trees. It is asked for its addresses before every update. Rank-local
         tensors stand as `{rank: array}`, where ranks count from 0 within their target tree (the plan-wide number less
@@ -86,7 +88,14 @@ def register(
         else:
             given = owners_of(owner, trees)
         session = open_session(plan, given, devices, held, allocated=owner is None, executor=executor)
-        return activated(session, plan, world)
+        before = plan.session if world is not None else None
+        if before is None or before.digest != plan.digest:
+            return activated(session, plan, world)
+        with before.updating():  # so that nothing else is
+            session.resume(before)
+            registered = activated(session, plan, world)
+            before.retire("sf.register")
+        return registered
 
 
 def registering(world: World | MpiWorld | None) -> contextlib.AbstractContextManager[None]:

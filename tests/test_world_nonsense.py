@@ -23,11 +23,11 @@ from shardfly_jax.transports.exports import Exports
 from shardfly_jax.worlds.gpu_part import GpuPart
 from shardfly_jax.worlds.members import MAX_VERSION
 from shardfly_jax.worlds.part import Part
-from shardfly_jax.worlds.wire import PROTOCOL, TO_RENDEZVOUS
+from shardfly_jax.worlds.wire import MAX_SECS, PROTOCOL, TO_RENDEZVOUS
 
 GOOD: dict[str, Any] = {
     "digest": "d", "source_ranks": 1, "target_ranks": 3, "held": [3], "replicas": REPLICAS, "endpoint": "tcp://x",
-    "versions": {}, "confirms": False,
+    "versions": {}, "newest": 0, "confirms": False,
 }  # fmt: skip
 NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
     "a rank beyond the plan": ({"held": [3, 4]}, "it holds rank 4, but its plan has the ranks 0 to 3"),
@@ -37,7 +37,8 @@ NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
     "a trainer in a replica": ({"replicas": {"a": [1, 2], "b": [0]}}, "is needed once"),
     "a version of no replica": ({"versions": {"c": 1}}, "version of replica 'c', of which it holds no rank"),
     "a version of others' replica": ({"versions": {"a": 1}}, "version of replica 'a', of which it holds no rank"),
-    "a version past all": ({"versions": {"b": MAX_VERSION + 1}}, "no pool has had so many updates"),
+    "a version past all": ({"versions": {"b": MAX_VERSION + 1}}, "knows of update 2147483648, but no pool has had so"),
+    "an update past all": ({"newest": MAX_VERSION + 1}, "knows of update 2147483648, but no pool has had so many"),
     "payload that goes nowhere": ({"endpoint": "carrier pigeon"}, "'carrier pigeon', which no transport reaches"),
     "payload with half a letter": ({"endpoint": "tcp://\ud800:1"}, "which no transport reaches"),
     "another plan of that digest": (
@@ -74,8 +75,8 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "seq": st.just(1), "session": st.just(SESSION), "protocol": st.just(PROTOCOL), "held": RANKS,
     "replicas": st.just(REPLICAS) | st.dictionaries(TEXTS, RANKS, max_size=3), "endpoint": TEXTS,
     "versions": st.dictionaries(TEXTS, NUMBERS, max_size=2), "confirms": st.booleans(),
-    "wait_secs": st.floats(0.001, 1e308), "refusal": st.none() | TEXTS,
-    **dict.fromkeys(("source_ranks", "target_ranks", "entry", "epoch", "rank"), NUMBERS),
+    "wait_secs": st.floats(0.001, MAX_SECS), "refusal": st.none() | TEXTS,
+    **dict.fromkeys(("source_ranks", "target_ranks", "newest", "entry", "epoch", "rank"), NUMBERS),
     **dict.fromkeys(("name", "digest", "why", "kind", "phase"), TEXTS),
 }  # fmt: skip
 WORDS = st.one_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 MAX_VERSION = (1 << 31) - 1
-"""Larger than any version that a replica can have."""
+"""Larger than any number that an update can have."""
 ENDPOINTS = ("tcp://", "ipc://", "{")
 """How endpoints begin: those of sockets, and those of processes with GPUs, which are JSON."""
 
@@ -19,6 +19,7 @@ class Registration:
       replicas: All replicas of the plan: their ranks.
       endpoint: Where it takes payload; empty if it takes none.
       versions: Of the replicas it holds a part of; rise as they become complete.
+      newest: The largest number of an update that it knows, of another rendezvous perhaps.
       confirms: Whether it says *arrived* once what it sends is known to be right, and nothing is complete before: its
         kernels write into others' memory themselves.
     """
@@ -30,6 +31,7 @@ class Registration:
     replicas: dict[str, list[int]]
     endpoint: str
     versions: dict[str, int]
+    newest: int
     confirms: bool
 
     @property
@@ -44,11 +46,11 @@ class Registration:
             return f"its replicas hold {len(dealt)} ranks, but each of {self.target_ranks} rollout ranks is needed once"
         if max(self.held) >= self.count:
             return f"it holds rank {max(self.held)}, but its plan has the ranks 0 to {self.count - 1}"
-        for name, version in self.versions.items():
+        for name in self.versions:
             if self.held.isdisjoint(self.replicas.get(name, ())):
                 return f"it has a version of replica {name!r}, of which it holds no rank"
-            if version > MAX_VERSION:
-                return f"it has version {version} of replica {name!r}, but no pool has had so many updates"
+        if (most := max(self.newest, *self.versions.values(), 0)) > MAX_VERSION:
+            return f"it knows of update {most}, but no pool has had so many"
         if self.endpoint and not (self.endpoint.startswith(ENDPOINTS) and self.endpoint.isprintable()):
             return f"it takes payload at {self.endpoint!r}, which no transport reaches"
         return None

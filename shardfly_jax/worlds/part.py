@@ -133,6 +133,7 @@ class Part:
             replicas={replica.name: list(replica.ranks) for replica in plan.replicas},
             endpoint=self._endpoint,
             versions={name: self.session.versions[name] for name in sorted(self.own)},
+            newest=self.session.newest,
             confirms=self._confirms,
         )
         answer = self._next({"registered", "refused"}, link.deadline_secs + 2 * link.lost_secs)

@@ -219,7 +219,7 @@ class Rendezvous:
             registration, _ = member.claim
             if self._rival(who, registration) is None:
                 member.registration, member.claim = registration, None
-                self._newest = max(self._newest, *registration.versions.values(), 0)
+                self._newest = max(self._newest, registration.newest, *registration.versions.values())
                 self._say(who, "registered")
 
     def _rival(self, who: bytes, wanted: Registration) -> tuple[int, Member] | None:

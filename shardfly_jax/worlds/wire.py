@@ -19,7 +19,7 @@ log = logging.getLogger("shardfly_jax.worlds")
 
 Header = dict[str, Any]
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Both sides of a world must speak the same."""
 MAC_NBYTES = 16
 MAX_SECS = 2_000_000
@@ -92,7 +92,7 @@ def _is_by_name(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 _REGISTRATION = {"digest": is_text, "source_ranks": is_number, "target_ranks": is_number,
                  "held": lambda x: _is_ranks(x) and len(x) > 0, "replicas": _is_by_name(_is_ranks),
-                 "endpoint": is_text, "versions": _is_by_name(is_number),
+                 "endpoint": is_text, "versions": _is_by_name(is_number), "newest": is_number,
                  "confirms": lambda x: isinstance(x, bool)}  # fmt: skip
 _ATTEMPT = {"session": is_number, "epoch": is_number}
 

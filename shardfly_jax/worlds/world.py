@@ -49,7 +49,6 @@ class World:
         self.context: zmq.Context[Any] = zmq.Context()
         self._serving: Serving | None = None
         self._part: Part | None = None
-        self._heap: Heap | None = None
         self._exports: Exports | None = None
         try:
             if serve:
@@ -79,8 +78,9 @@ class World:
         from shardfly_jax.worlds.part import Part, trainer_devices  # which imports the transports
 
         buffers = list(session.buffers.values())
-        filled = [shard.array for shard in buffers if shard.nbytes]  # what has no bytes is nowhere
-        shares = not filled or (self._heap is not None and all(map(self._heap.holds, filled)))
+        filled = [shard for shard in buffers if shard.nbytes]  # what has no bytes is nowhere
+        has_heap = why_not_ipc([shard.device for shard in filled]) is None
+        shares = not filled or (has_heap and all(self.heap.holds(shard.array) for shard in filled))
         known = {} if shares else {"ipc": "the buffers are an owner's; let sf.register(plan, world=...) allocate them"}
         transport, passed_over = choose(
             [*trainer_devices(session).values(), *(shard.device for shard in buffers)], known
@@ -104,11 +104,9 @@ class World:
     @property
     def heap(self) -> Heap:
         """Of GPU memory that the others can map."""
-        if self._heap is None:
-            from shardfly_jax.transports.heap import Heap
+        from shardfly_jax.transports.heap import process_heap
 
-            self._heap = Heap()
-        return self._heap
+        return process_heap()
 
     @property
     def exports(self) -> Exports:
