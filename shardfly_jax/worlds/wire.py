@@ -22,8 +22,8 @@ Header = dict[str, Any]
 PROTOCOL = 5
 """Both sides of a world must speak the same."""
 MAC_NBYTES = 16
-MAX_SECS = 2_000_000
-"""Of any wait: kernels count milliseconds in 31 bits."""
+MAX_SECS = 600_000
+"""Of any wait: pyzmq and kernels count milliseconds in 31 bits, and some waits are three of these together."""
 MAX_HEADER_NBYTES = 16 << 20
 """Longer messages are not even received on control sockets."""
 
