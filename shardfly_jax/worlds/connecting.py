@@ -44,8 +44,8 @@ def connect(
       serve: The rendezvous runs in this process, which then listens at `address` (port 0 takes a free one, see
         `world.address`; a path at which a living process listens is refused). Exactly one process of a world says so;
         when it ends, the world is lost.
-      listen: Where this process takes weights, `tcp://this-host:0`, with a host that others can connect to; needed where
-        it holds rollout ranks, or trainer ranks that share quantized blocks with other processes.
+      listen: Where this process takes weights, `tcp://this-host:0`, a host that others can connect to; needed where it
+        holds rollout ranks, or trainer ranks that share quantized blocks with other processes.
       name: Of this process in messages; by default host and process id.
       deadline_secs: How long to try to connect. The serving process' value also limits every update. Over MPI, how long
         others may take to come to an update, and how long it may take; beyond that the job is ended.
