@@ -44,6 +44,7 @@ def test_an_address_without_host_port_or_path_is_refused_at_once(address: str, s
         ({"listen": "tcp://0.0.0.0:0"}, "others need a host"),
         ({"listen": "tcp://0:0"}, "others need a host"),
         ({"listen": "tcp://[::]:0"}, "others need a host"),
+        ({"listen": "tcp://[0:0::0]:0"}, "others need a host"),
         ({"listen": "tcp://127.0.0.1"}, "names no place"),
         ({"listen": "tcp://127.0.0.1:\udc80"}, "names no place"),
         ({"serve": "yes"}, "serve is 'yes', but True or False"),
@@ -61,6 +62,27 @@ def test_arguments_that_cannot_work_are_refused_at_once(options: dict[str, Any],
     )
     assert isinstance(error, sf.WorldError), error
     assert words in str(error)
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="needs a host with IPv6")
+def test_processes_meet_and_send_at_addresses_of_ipv6() -> None:
+    with (
+        sf.connect("tcp://[::1]:0", TOKEN, serve=True) as trainer,
+        sf.connect(trainer.address, TOKEN, listen="tcp://[::1]:0") as rollout,
+    ):
+        sends = sf.register(make_plan(), world=trainer, ranks=[0, 1])
+        takes = sf.register(make_plan(), world=rollout, ranks=[2, 3, 4, 5])
+        assert errors(together(lambda: sf.sync(params_of(1, [0, 1]), sends), lambda: sf.receive(takes))) == []
+        assert served(takes, [1]) == "1"
 
 
 def test_the_longest_waits_can_be_waited() -> None:

@@ -29,6 +29,12 @@ BIND_SECS, BIND_NAP_SECS = 1.0, 0.01
 """How long, and how often, a taken address is tried: what this process has just closed is free a little later."""
 
 
+def allow_ipv6(one: zmq.Socket[bytes], endpoint: str) -> None:
+    """Lets a socket have an address of IPv6, which stands in brackets."""
+    if endpoint.startswith("tcp://["):
+        one.setsockopt(zmq.IPV6, 1)
+
+
 def bind(listener: zmq.Socket[bytes], endpoint: str, what: str) -> None:
     """Lets a socket listen at an address.
 
@@ -40,6 +46,7 @@ def bind(listener: zmq.Socket[bytes], endpoint: str, what: str) -> None:
     Raises:
       WorldError: It cannot: the address is taken, or none of this host.
     """
+    allow_ipv6(listener, endpoint)
     until = time.monotonic() + BIND_SECS
     while (reason := _why_not_bound(listener, endpoint, until)) is not None:
         is_taken, why = reason
@@ -178,6 +185,7 @@ class Outgoing:
         try:
             new.setsockopt(zmq.LINGER, 0)
             new.setsockopt(zmq.SNDHWM, QUEUE)
+            allow_ipv6(new, endpoint)
             new.connect(endpoint)
         except zmq.ZMQError as error:
             new.close(0)

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from shardfly_jax.worlds.world import World
 
 TCP, IPC = "tcp://", "ipc://"
-ANYWHERE = ("*", "[::]", "::")
-"""Hosts that mean every address of this host, besides 0.0.0.0 as it can be written."""
 MAX_PORT, MAX_NAME = 65535, 200
 
 
@@ -135,7 +133,10 @@ def _check_endpoint(what: str, endpoint: object, *, joins: bool = False) -> None
 
 
 def _is_anywhere(host: str) -> bool:
+    """Whether a host means every address of this one: `*`, or zero in any way that it can be written."""
+    if host == "*":
+        return True
     try:
-        return host in ANYWHERE or not any(socket.inet_aton(host))
+        return not any(socket.inet_pton(socket.AF_INET6, host.strip("[]")) if "[" in host else socket.inet_aton(host))
     except OSError:  # no number, but a name
         return False

@@ -14,6 +14,7 @@ from typing import Any
 import zmq
 
 from shardfly_jax.sharding.errors import WorldError, WorldLost
+from shardfly_jax.transports.sockets import allow_ipv6
 from shardfly_jax.worlds.wire import FROM_RENDEZVOUS, MAX_HEADER_NBYTES, PROTOCOL, Header, Refused, Seal
 
 log = logging.getLogger("shardfly_jax.worlds")
@@ -103,6 +104,7 @@ class Link:
     news: Header | None
 
     def _connect(self) -> None:
+        allow_ipv6(self._socket, self.address)
         try:
             self._socket.connect(self.address)
         except zmq.ZMQError as error:
