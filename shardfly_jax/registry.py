@@ -64,7 +64,7 @@ def register(
         only, as arrays on a mesh of as many devices or under `{rank: array}`, keyed as above.
 
     Returns:
-      The plan with its session. Its older handles stay unregistered.
+      The plan with its session. The handle that was given stays as it is, but for what is said of `plan` above.
 
     Raises:
       RegistrationError: Lists every buffer that is missing or does not fit, or that shares memory with another; or

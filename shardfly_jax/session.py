@@ -236,7 +236,7 @@ class Session:
         Numbers of updates go on, and replicas whose buffers here are all where they were stay what they were, poisoned
         too.
         """
-        self._begun = old.newest
+        self._begun = max(old._begun, *old.versions.values())
         where = {key: shard.range for key, shard in old.buffers.items()}
         for replica in self.plan.replicas:
             here = {key: shard.range for key, shard in self.buffers.items() if key[2] in replica.ranks}

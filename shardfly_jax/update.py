@@ -47,8 +47,8 @@ def sync(
     Args:
       params: The trainer's tree as it was planned: same names, shapes, dtypes and shardings. Where only some trainer
         ranks live in this process, or their mesh is not there, `{rank: array}` stands for each leaf, keyed by trainer
-        rank; these are counted from 0, also plan-wide. With `wait=False` the
-        handle keeps them alive; do not donate them before it is done, or the update fails.
+        rank, which is the plan-wide number. With `wait=False` the handle keeps them alive; do not donate them before it
+        is done, or the update fails.
       plan: A registered plan.
       wait: Whether to wait for the outcome.
       wait_secs: In a world, how long every other process may take to take part. By default the world's deadline, and
