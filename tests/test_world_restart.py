@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import jax
@@ -9,11 +10,13 @@ import pytest
 
 pytest.importorskip("zmq", reason="needs pyzmq (the zmq extra)")
 
+import host_gpu
 from checks import registered_bytes
 from small_world import TOKEN, make_plan, params_of, served
-from threaded_world import Process, addresses, errors, eventually, together
+from threaded_world import PATIENCE_SECS, Process, addresses, errors, eventually, together
 
 import shardfly_jax as sf
+from shardfly_jax.worlds.gpu_run import GpuRun
 
 
 def serving() -> Any:
@@ -74,6 +77,55 @@ def test_versions_go_on_and_rollouts_go_on_serving(transport: str) -> None:
     for process in rollouts:
         process.plan = None  # type: ignore[assignment]  # nobody has the memory any more
     before.clear()
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs CPU devices, as host memory is written")
+@pytest.mark.parametrize("has_gone", [False, True], ids=["alive", "gone"])
+def test_who_may_still_write_into_buffers_is_waited_for_in_another_world_too(
+    driver: host_gpu.Driver, monkeypatch: pytest.MonkeyPatch, has_gone: bool
+) -> None:
+    launch, holds_up, goes_on = GpuRun._launch, threading.Event(), threading.Event()
+
+    def late(self: GpuRun) -> None:
+        if holds_up.is_set() and self._part.held == {0}:
+            raise RuntimeError("out of luck")
+        if holds_up.is_set() and self._part.held == {1}:
+            goes_on.wait(PATIENCE_SECS)
+        launch(self)
+
+    monkeypatch.setattr(GpuRun, "_launch", late)
+    with serving() as first:
+        trainer, stopped, rollout = Process(first, [0]), Process(first, [1]), Process(first, [2, 3, 4, 5])
+        holds_up.set()
+        stuck = threading.Thread(target=together, args=(lambda: stopped.update(1),), daemon=True)
+        stuck.start()
+        results = together(lambda: trainer.update(1), lambda: rollout.update(1))
+        assert errors(results) == ["RuntimeError", "TransferError"]
+        holds_up.clear()
+        if has_gone:
+            goes_on.set()
+            stuck.join(PATIENCE_SECS)
+            stopped.world.close()
+            trainer.world.close()
+            exports, part = rollout.world.exports, rollout.plan.registered().part
+            eventually(lambda: not any(map(exports.may_write, part.doubtful)))
+        rollout.world.close()
+        trainer.world.close()
+    with serving() as second, sf.connect(second.address, TOKEN, listen="tcp://127.0.0.1:0") as world:
+        owner = rollout.plan.registered().handles()
+        plan = sf.register(rollout.plan, owner, world=world, ranks=rollout.ranks)
+        trainer = Process(second, [0, 1])
+        with trainer.world:
+            results = together(lambda: trainer.update(2), lambda: sf.receive(plan, wait_secs=10))
+            assert errors(results) == ([] if has_gone else ["UpdateRefused", "UnknownOutcome"]), results
+            goes_on.set()
+            stuck.join(PATIENCE_SECS)
+            stopped.world.close()
+            eventually(
+                lambda: errors(together(lambda: trainer.update(3), lambda: sf.receive(plan, wait_secs=10))) == []
+            )
+            assert served(plan, [2, 3]) == "3"
+    rollout.plan = None  # type: ignore[assignment]
 
 
 def test_buffers_that_hold_a_mixture_stay_poisoned(small_chunks: None) -> None:
