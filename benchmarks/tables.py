@@ -53,7 +53,8 @@ def _planning(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
 
 
 def _processes(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    header = ["update", "median (min to max)", "first one", "GPU memory grew", "rescale, kernels compiled"]
+    header = ["update", "median (min to max)", "first one", "GPU memory grew"]
+    header += ["rescale of who stays, kernels compiled", "register of who joins, kernels compiled"]
     lines = [
         [
             row["case"],
@@ -61,6 +62,7 @@ def _processes(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
             f"{row['first_secs']:.2f} s" if "first_secs" in row else "",
             f"{row['grown_nbytes'] / 1e6:.0f} MB" if "grown_nbytes" in row else "",
             f"{row['rescale_secs']:.2f} s, {row['compiled']}" if "rescale_secs" in row else "",
+            f"{row['register_secs']:.2f} s, {row['compiled_by_joiner']}" if "register_secs" in row else "",
         ]
         for row in rows
     ]

@@ -264,9 +264,11 @@ def _fault(
     if dtype_name(leaf.dtype) != layout.dtype:
         return f"is {leaf.dtype}, but the plan has {layout.dtype}"
     if rank is not None:
-        if rank not in layout.position or rank not in held or leaf.shape != layout.buffer_shape(rank):
-            want = layout.buffer_shape(rank) if rank in layout.position and rank in held else "nothing"
-            return f"has shape {leaf.shape} on rank {rank}, but the plan has {want} there"
+        if rank not in layout.position or rank not in held:
+            here = [r for r in layout.ranks if r in held]
+            return f"is given for rank {rank}, but of its holders this process has the trainer ranks {here}"
+        if leaf.shape != layout.buffer_shape(rank):
+            return f"has shape {leaf.shape} on rank {rank}, but the plan has {layout.buffer_shape(rank)} there"
         if leaf.devices() != {ranks[rank]}:
             return f"lies on {leaf.devices()} for rank {rank}, but that rank is on {ranks[rank]}"
         return None

@@ -115,7 +115,12 @@ class Owner:
         if rank is not None:
             full = self.base + rank
             if full not in layout.position or full not in self.held:
-                return f"has a buffer for rank {rank}, which holds nothing of it here. Remove it."
+                here = self._ranks(layout)
+                return (
+                    f"has a buffer for rank {rank}, but of its holders this process has the ranks "
+                    f"{[r - self.base for r in here]}, counted from 0 within {self.name!r} (plan-wide {here}). Key its "
+                    "buffers by these."
+                )
             shape = layout.buffer_shape(full)
             if leaf.shape != shape or len(leaf.devices()) != 1:
                 return (

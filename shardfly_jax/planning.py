@@ -59,7 +59,9 @@ class Plan(sharding.Plan):
     def version(self) -> AbstractMapping[str, int]:
         """Number of the last complete update of each replica; 0 before the first.
 
-        Updates are numbered as they begin, and numbers are never used again: a failed one leaves a gap.
+        Updates are numbered as they begin, and numbers are never used again: a failed one leaves a gap. In a world, the
+        versions of replicas that other processes hold are those that the rendezvous has said last: `sync` returns once
+        all are known, but `receive` as soon as this process' replicas are complete, so that those of others may follow.
 
         Raises:
           NotRegistered: The plan has no buffers yet.

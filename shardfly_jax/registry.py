@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -44,21 +45,26 @@ def register(
     """Binds a plan to rollout buffers, once; every later `sync` writes into the same addresses.
 
     Args:
-      plan: From `make_plan` or `load_plan`.
+      plan: From `make_plan` or `load_plan`. In a world also one that was registered before, perhaps in a world that is
+        lost: the numbers of its updates go on, replicas whose buffers are given again (`owner=sf.params(plan)`) serve
+        the version that they did, and the registration before is void.
       owner: Holds the buffers: a tree of arrays in the target's structure, an `nnx.Module`, or a function that returns
         one; a dict of them for several replica trees. It is asked for its addresses before every update. Rank-local
-        tensors stand as `{rank: array}`, or as a list of trees for `sf.local`. None allocates the buffers.
-      placement: Device of each rollout rank, counted from 0, where the target's mesh does not say; several ranks may
-        share one. By default ranks take this process' devices in turn.
+        tensors stand as `{rank: array}`, where ranks count from 0 within their target tree (the plan-wide number less
+        that of the tree's first rank, which is `plan.source_ranks` where there is one tree), or as a list of trees for
+        `sf.local`. None allocates the buffers.
+      placement: Device of each rollout rank, counted from 0 through all target trees (the plan-wide number less
+        `plan.source_ranks`), where the target's mesh does not say; several ranks may share one. By default ranks take
+        this process' devices in turn.
       executor: `persistent`, `portable`, or `auto`: the persistent kernel where it can run (see `why_not_persistent`).
         In a world `auto` takes the only one that there is: `persistent` between GPUs, else `portable`.
       world: From `connect`, where ranks of the plan live in other processes.
       ranks: Plan-wide numbers of the ranks that live in this process, e.g. `plan.replicas[0].ranks` for a rollout or
         `range(plan.source_ranks)` for the trainer; goes with `world`. The owner then holds the buffers of these ranks
-        only, as arrays on a mesh of as many devices or under `{rank: array}`.
+        only, as arrays on a mesh of as many devices or under `{rank: array}`, keyed as above.
 
     Returns:
-      The plan with its session. Its older handles stay unregistered.
+      The plan with its session. The handle that was given stays as it is, but for what is said of `plan` above.
 
     Raises:
       RegistrationError: Lists every buffer that is missing or does not fit, or that shares memory with another; or
@@ -66,22 +72,46 @@ def register(
       WorldError, WorldLost: The world refuses this process' ranks, or is gone.
       UpdateRefused: An update of the plan that was registered in the world before is pending.
     """
-    if not isinstance(plan, Plan):
+    with registering(world):
+        if not isinstance(plan, Plan):
+            raise RegistrationError(
+                f"registration: a {type(plan).__name__} is given, but a plan is needed. Make one with "
+                "sf.make_plan(source, target, mapping)."
+            )
+        if executor not in EXECUTORS:
+            raise RegistrationError(f"registration: executor is {executor!r}, but one of {list(EXECUTORS)} is needed.")
+        held = held_ranks(plan, world, ranks)
+        trees = trees_here(plan, held)
+        devices = placed(plan, trees, placement, held)
+        if owner is None:
+            given = allocate(plan, trees, devices, held, new=allocator(world, devices))
+        else:
+            given = owners_of(owner, trees)
+        session = open_session(plan, given, devices, held, allocated=owner is None, executor=executor)
+        before = plan.session if world is not None else None
+        if before is None or before.digest != plan.digest:
+            return activated(session, plan, world)
+        with before.updating():  # so that nothing else is
+            session.resume(before)
+            registered = activated(session, plan, world)
+            before.retire("sf.register")
+        return registered
+
+
+def registering(world: World | MpiWorld | None) -> contextlib.AbstractContextManager[None]:
+    """While this process registers a plan: where all processes of a world do so together, they hear if it fails.
+
+    Raises:
+      RegistrationError: The world is none.
+      UpdateRefused: An update of the plan that was registered in it before is pending.
+    """
+    if world is None:
+        return contextlib.nullcontext()
+    if not hasattr(world, "registering"):
         raise RegistrationError(
-            f"registration: a {type(plan).__name__} is given, but a plan is needed. Make one with sf.make_plan(source, "
-            "target, mapping)."
+            f"registration: world is a {type(world).__name__}, but what sf.connect returns is needed. Give that."
         )
-    if executor not in EXECUTORS:
-        raise RegistrationError(f"registration: executor is {executor!r}, but one of {list(EXECUTORS)} is needed.")
-    held = held_ranks(plan, world, ranks)
-    trees = trees_here(plan, held)
-    devices = placed(plan, trees, placement, held)
-    if owner is None:
-        given = allocate(plan, trees, devices, held, new=allocator(world, devices))
-    else:
-        given = owners_of(owner, trees)
-    session = open_session(plan, given, devices, held, allocated=owner is None, executor=executor)
-    return activated(session, plan, world)
+    return world.registering()
 
 
 def open_session(
@@ -158,14 +188,17 @@ def held_ranks(plan: Plan, world: World | MpiWorld | None, ranks: Iterable[int] 
         )
     if ranks is None:
         return frozenset(range(plan.ranks))
-    held = frozenset(ranks)
-    wrong = sorted(map(repr, (r for r in held if not isinstance(r, int | np.integer) or not 0 <= r < plan.ranks)))
-    if wrong or not held:
+    try:
+        given = list(ranks)
+    except TypeError:
+        given = []
+    wrong = [r for r in given if isinstance(r, bool) or not isinstance(r, int | np.integer) or not 0 <= r < plan.ranks]
+    if wrong or not given:
         raise RegistrationError(
-            f"registration: ranks are {', '.join(wrong) or 'empty'}, but the plan has ranks 0 to {plan.ranks - 1}. "
-            "Give those that live in this process."
+            f"registration: ranks are {', '.join(map(repr, wrong)) or repr(ranks)}, but the plan has ranks 0 to "
+            f"{plan.ranks - 1}. Give a list of those that live in this process, e.g. plan.replicas[0].ranks."
         )
-    return frozenset(int(rank) for rank in held)
+    return frozenset(map(int, given))
 
 
 def owners_of(owner: Any, trees: list[str]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from shardfly_jax.registry import (
     open_session,
     owners_of,
     placed,
+    registering,
     trees_here,
 )
 from shardfly_jax.session import Session
@@ -80,7 +81,7 @@ def rescale(
 
     Args:
       plan: Registered. It is void afterwards; if this raises, it stays in force, except that in a world a rank which
-        another process holds leaves this process without registration.
+        another process holds, or an address at which it can no longer listen, leaves this process without registration.
       target: The rollouts' new tree or `sf.replicas`, as for `make_plan`, which is called with the source, mapping and
         options of `plan`; or the new plan itself, where these change too or `plan` was loaded from a file.
       owner: As for `register`, of all target trees. By default every tree keeps the owner it has, or, where its layout
@@ -100,11 +101,11 @@ def rescale(
       WorldError, WorldLost: As `register`.
     """
     old = plan.registered()
-    new = target if isinstance(target, Plan) else replanned(plan, target)
-    new = dataclasses.replace(new, session=None)
-    check_placement(placement)
-    with old.updating():
-        world = old.part.world if old.part is not None else None
+    world = old.part.world if old.part is not None else None
+    with old.updating(), registering(world):
+        new = target if isinstance(target, Plan) else replanned(plan, target)
+        new = dataclasses.replace(new, session=None)
+        check_placement(placement)
         held = held_ranks(new, world, ranks)
         pairs = _pairs(old, new, held, placement)
         devices = placed(new, trees_here(new, held), _places(old, new, held, pairs, placement), held)

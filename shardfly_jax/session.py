@@ -71,7 +71,7 @@ class Session:
         self.binding: Any = None
         self.sender: Any = None
         self.rescaled: Rescaled | None = None
-        self._is_retired = False
+        self._retired_by: str | None = None
         self._begun = 0  # number of the update that began last
         self._waits = False  # whether another one is to begin
         self._pending: Pending | None = None
@@ -230,17 +230,33 @@ class Session:
         for name, version in serving.items():
             self.publish([name], version)
 
-    def retire(self) -> None:
-        """Lets go of the buffers: another session has taken its place."""
-        self._is_retired = True
+    def resume(self, old: Session) -> None:
+        """Takes up where an earlier registration of the same plan ended.
+
+        Numbers of updates go on, and replicas whose buffers here are all where they were stay what they were, poisoned
+        too.
+        """
+        self._begun = max(old._begun, *old.versions.values())
+        where = {key: shard.range for key, shard in old.buffers.items()}
+        for replica in self.plan.replicas:
+            here = {key: shard.range for key, shard in self.buffers.items() if key[2] in replica.ranks}
+            if here and all(where.get(key) == at for key, at in here.items()):
+                self._versions[replica.name] = old._versions[replica.name]
+                self._poison[replica.name] = old._poison[replica.name]
+
+    def retire(self, by: str = "sf.rescale") -> None:
+        """Lets go of the buffers: another session, made by this call, has taken its place."""
+        self._retired_by = by
         self.buffers, self.owners, self.executor, self.part, self._stepping = {}, {}, None, None, None
 
     def check_in_force(self) -> None:
         """Raises:
         NotRegistered: Another plan has taken the place of this one.
         """
-        if self._is_retired:
-            raise NotRegistered(f"plan {self.digest[:12]} was replaced by sf.rescale. Use the plan that it returned.")
+        if self._retired_by is not None:
+            raise NotRegistered(
+                f"plan {self.digest[:12]} was replaced by {self._retired_by}. Use the plan that it returned."
+            )
 
     def check_readable(self) -> None:
         """Raises:

@@ -18,6 +18,7 @@ from shardfly_jax.sharding.formats import np_dtype
 from shardfly_jax.sharding.layouts import Box
 from shardfly_jax.sharding.moves import View
 from shardfly_jax.sharding.patterns import FAMILY, name_pattern
+from shardfly_jax.worlds.wire import MAX_SECS, is_secs
 
 PATIENCE_SECS = 600.0
 """How long a process of a world waits by default for an update for which it does not block a trainer."""
@@ -33,7 +34,8 @@ def sync(
 ) -> Any:
     """Brings every rollout to the trainer's current weights.
 
-    In a world every process takes part in every update: those with trainer ranks call this, the others `receive`.
+    In a world every process takes part in every update: those with trainer ranks call this, the others `receive`. A
+    call whose arguments are wrong counts: the others get `UpdateRefused`.
 
     Blocks until the update's outcome is known. Computations on rollout params that were queued before see the old
     weights; what runs after it returns sees the new ones.
@@ -43,8 +45,10 @@ def sync(
     moves them. Nothing waits on a device. Another update of the plan is refused until this one is done.
 
     Args:
-      params: The trainer's tree as it was planned: same names, shapes, dtypes and shardings. With `wait=False` the
-        handle keeps them alive; do not donate them before it is done, or the update fails.
+      params: The trainer's tree as it was planned: same names, shapes, dtypes and shardings. Where only some trainer
+        ranks live in this process, or their mesh is not there, `{rank: array}` stands for each leaf, keyed by trainer
+        rank, which is the plan-wide number. With `wait=False` the handle keeps them alive; do not donate them before it
+        is done, or the update fails.
       plan: A registered plan.
       wait: Whether to wait for the outcome.
       wait_secs: In a world, how long every other process may take to take part. By default the world's deadline, and
@@ -71,19 +75,20 @@ def sync(
     """
     if not isinstance(plan, Plan):
         raise NotRegistered(f"sync: its second argument is a {type(plan).__name__}, but a registered plan is needed.")
-    if progress is not None and not callable(progress):
-        raise ParamsMismatch(f"sync: progress is a {type(progress).__name__}, but a function of bytes is needed.")
     session = plan.registered()
     if wait_secs is None and not wait:
         wait_secs = PATIENCE_SECS
-    _check_secs("sync", wait_secs)
     part = session.part
-    if part is not None and not part.sends:
-        raise NotRegistered("sync: this process holds no trainer ranks. Call sf.receive(plan).")
+
+    def check() -> None:
+        _check_arguments("sync", wait_secs, progress)
+        if part is not None and not part.sends:
+            raise NotRegistered("sync: this process holds no trainer ranks. Call sf.receive(plan).")
 
     def prepare() -> Callable[[], Any]:
         if part is not None:
-            return part.prepare(params, wait_secs, progress)
+            return part.prepare(check, params, wait_secs, progress)
+        check()
         return _prepare(params, session, progress, wait)
 
     if not wait:
@@ -125,9 +130,13 @@ def _prepare(params: Any, session: Session, progress: Callable[[int], None] | No
     return run
 
 
-def _check_secs(what: str, wait_secs: float | None) -> None:
-    if wait_secs is not None and (not isinstance(wait_secs, int | float) or not 0 < wait_secs < float("inf")):
-        raise ParamsMismatch(f"{what}: wait_secs is {wait_secs!r}, but a positive number of seconds is needed.")
+def _check_arguments(what: str, wait_secs: Any, progress: Any) -> None:
+    if progress is not None and not callable(progress):
+        raise ParamsMismatch(f"{what}: progress is a {type(progress).__name__}, but a function of bytes is needed.")
+    if wait_secs is not None and not is_secs(wait_secs):
+        raise ParamsMismatch(
+            f"{what}: wait_secs is {wait_secs!r}, but a positive number of seconds is needed, {MAX_SECS:,} at most."
+        )
 
 
 def receive(
@@ -154,13 +163,20 @@ def receive(
       As `sync`.
     """
     session = plan.registered()
-    if session.part is None or session.part.sends:
-        raise NotRegistered(
-            "receive: it is for processes of a world that hold rollout ranks only. Call sf.sync(params, plan)."
-        )
-    _check_secs("receive", wait_secs)
+    part = session.part
+    wrong = NotRegistered(
+        "receive: it is for processes of a world that hold rollout ranks only. Call sf.sync(params, plan)."
+    )
+    if part is None:
+        raise wrong
+
+    def check() -> None:
+        if part.sends:
+            raise wrong
+        _check_arguments("receive", wait_secs, progress)
+
     with session.updating():
-        session.part.prepare(None, wait_secs, progress, stream)()
+        part.prepare(check, None, wait_secs, progress, stream)()
         return session.handles()
 
 

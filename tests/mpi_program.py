@@ -127,6 +127,77 @@ def good(me: Process) -> None:
     me.expect(sf.WorldLost, "closed", lambda: me.update(9))
 
 
+def mistakes(me: Process) -> None:
+    """What goes wrong in one process before it has told the others anything is told then: all go on in step."""
+    me.update(1)
+    first = me.plan
+
+    def mistaken(who: int, error: type[BaseException], words: str, wrong: Callable[[], Any], right: Any = None) -> None:
+        """One process does something wrong where the others do what is right."""
+        is_update = right is None
+        told = sf.UpdateRefused if is_update else sf.RegistrationError
+        me.expect(*((error, words, wrong) if me.number == who else (told, words, right or (lambda: me.update(2)))))
+        seed = mistaken.seed = mistaken.seed + 1  # type: ignore[attr-defined]
+        poison_buffers(me.plan)
+        me.update(seed)
+        assert me.serves(seed) == (str(seed) if me.number >= 2 else "no rollout")
+        say("mistake")
+
+    mistaken.seed = 2  # type: ignore[attr-defined]
+    params = params_of(2, me.held) if me.number < 2 else {}
+    mistaken(1, sf.ParamsMismatch, "wait_secs is -1", lambda: sf.sync(params, me.plan, wait_secs=-1))
+    mistaken(0, sf.ParamsMismatch, "progress is a int", lambda: sf.sync(params, me.plan, wait=False, progress=5))  # type: ignore[arg-type]
+    mistaken(3, sf.ParamsMismatch, "wait_secs is 'x'", lambda: sf.receive(me.plan, wait_secs="x"))  # type: ignore[arg-type]
+    mistaken(2, sf.NotRegistered, "holds no trainer ranks", lambda: sf.sync({}, me.plan))
+    mistaken(0, sf.NotRegistered, "hold rollout ranks only", lambda: sf.receive(me.plan))
+
+    def register(ranks: Any) -> None:
+        me.plan = sf.register(make_plan(), world=me.world, ranks=ranks)
+
+    mistaken(3, sf.RegistrationError, "ranks are 5", lambda: register(5), lambda: register(me.held))
+    mistaken(
+        1, sf.PlanError, "norm", lambda: sf.rescale(me.plan, {"norm": 3}, ranks=[1]),
+        lambda: sf.rescale(me.plan, target_of(2), ranks=me.held),
+    )  # fmt: skip
+    register(me.held)
+    me.expect(
+        sf.WorldError if me.number == 1 else sf.UpdateRefused,
+        "later registration took its place",
+        lambda: sf.sync(params, first) if me.number == 1 else me.update(2),
+    )
+    me.expect(  # two at once: each has its own
+        sf.ParamsMismatch if me.number in (0, 1) else sf.UpdateRefused,
+        f"wait_secs is -{me.number + 1}" if me.number < 2 else "rank 0 refused",
+        lambda: sf.sync(params, me.plan, wait_secs=-1 - me.number) if me.number < 2 else me.update(2),
+    )
+    me.update(20)
+    assert me.serves(20) == ("20" if me.number >= 2 else "no rollout")
+    me.expect(  # one updates where the others register
+        sf.WorldError, "register and update together", lambda: register(me.held) if me.number else me.update(2)
+    )
+    me.update(21)
+    assert me.serves(21) == ("21" if me.number >= 2 else "no rollout")
+
+
+def interrupt(me: Process) -> None:
+    """A process is interrupted at a vote: what others say there is not taken for what they say next."""
+    me.update(1)
+    say("updated")
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    if me.number == 2:
+        signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        me.expect(KeyboardInterrupt, "", lambda: me.update(2))
+        me.expect(sf.WorldLost, "KeyboardInterrupt came while this process waited for others", lambda: me.update(2))
+        say("WorldLost")
+        return
+    MPI.COMM_WORLD.Barrier()  # which nobody leaves
+    say("went on")
+
+
 def quantized(me: Process) -> None:
     """Trainers share blocks; codes, scales and their maxima travel."""
     for seed in (1, 2):
@@ -202,6 +273,8 @@ def miss(me: Process) -> None:
 SCENARIOS: dict[str, tuple[float, Callable[[Process], None]]] = {
     "good": (60.0, good),
     "quantized": (60.0, quantized),
+    "mistakes": (60.0, mistakes),
+    "interrupt": (60.0, interrupt),
     "miss": (3.0, miss),
     "kill-vote": (60.0, fault(signal.SIGKILL, "vote")),
     "kill-move": (60.0, fault(signal.SIGKILL, "move")),

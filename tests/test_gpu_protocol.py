@@ -295,7 +295,7 @@ def test_who_launches_after_the_others_gave_up_writes_nothing(
         holds_up.set()
 
         def release() -> None:
-            eventually(lambda: all(part_of(process)._doubtful for process in processes[2:]))
+            eventually(lambda: all(part_of(process).doubtful for process in processes[2:]))
             assert [registered_bytes(process.plan) for process in processes] == before
             failed.set()
 
@@ -305,6 +305,45 @@ def test_who_launches_after_the_others_gave_up_writes_nothing(
         assert {served(process.plan, [1]) for process in processes[2:]} == {"poisoned"}
         holds_up.clear()
         check_update(processes, 3)
+
+
+def test_who_may_still_write_is_waited_for_after_a_rescale_too(
+    driver: host_gpu.Driver, rendezvous: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The buffers that were kept are the same, whatever the plan is now."""
+    launch, holds_up, goes_on = GpuRun._launch, threading.Event(), threading.Event()
+
+    def late(self: GpuRun) -> None:
+        if holds_up.is_set() and self._part.held == {0}:
+            raise RuntimeError("out of luck")
+        if holds_up.is_set() and self._part.held == {1}:
+            goes_on.wait(PATIENCE_SECS)
+        launch(self)
+
+    monkeypatch.setattr(GpuRun, "_launch", late)
+    with Processes(rendezvous, [0], [1], [2, 3, 4, 5]) as (trainer, stopped, rollout):
+        check_update([trainer, stopped, rollout], 1)
+        holds_up.set()
+        stuck = threading.Thread(target=together, args=(lambda: stopped.update(2),), daemon=True)
+        stuck.start()
+        assert errors(together(lambda: trainer.update(2), lambda: rollout.update(2))) == [
+            "RuntimeError",
+            "TransferError",
+        ]
+        holds_up.clear()
+        trainer.rescale([0], replicas=1)
+        rollout.rescale([2, 3], replicas=1)
+        other = Process(rendezvous, [1], make_plan(replicas=1))
+        with other.world:
+            before = registered_bytes(rollout.plan)
+            results = together(*(lambda p=p: p.update(3) for p in (trainer, other, rollout)))
+            assert errors(results) == ["UpdateRefused", "UpdateRefused", "UnknownOutcome"], results
+            assert registered_bytes(rollout.plan) == before
+            goes_on.set()
+            stuck.join(PATIENCE_SECS)
+            stopped.world.close()
+            eventually(lambda: not any(errors(together(*(lambda p=p: p.update(4) for p in (trainer, other, rollout))))))
+            assert served(rollout.plan, [3, 4]) == "4"
 
 
 def test_who_waits_for_memory_of_others_hears_at_once_that_its_world_was_closed(

@@ -71,6 +71,17 @@ def test_four_processes_quantize_what_two_trainers_share_and_refuse_what_is_not_
 
 
 @pytest.mark.mpi
+def test_what_one_process_does_wrong_is_told_to_all_and_the_next_calls_meet() -> None:
+    check_passed("mistakes", ["done"])
+
+
+@pytest.mark.mpi
+def test_a_process_that_is_interrupted_at_a_vote_loses_the_world_and_the_job_ends() -> None:
+    done, _ = check_ended("interrupt")
+    assert done.stdout.split().count("WorldLost") == 1, done.stderr
+
+
+@pytest.mark.mpi
 @pytest.mark.parametrize("at", ["vote", "move", "maxima"])
 @pytest.mark.parametrize("action", ["kill", "stop"])
 def test_a_lost_rank_ends_the_job_and_nobody_goes_on(action: str, at: str) -> None:

@@ -44,12 +44,18 @@ class World:
                 self.heard.setdefault(who.decode(), []).append(header)
 
     def join(
-        self, who: str, role: str | None = None, digest: str = "d", confirms: bool = False, **versions: int
+        self,
+        who: str,
+        role: str | None = None,
+        digest: str = "d",
+        confirms: bool = False,
+        newest: int = 0,
+        **versions: int,
     ) -> None:
         self.say(who, "hello", protocol=PROTOCOL, name=who)
         self.say(
             who, "register", digest=digest, source_ranks=1, target_ranks=3, held=HELD[role or who], replicas=REPLICAS,
-            endpoint="tcp://x", versions=versions, confirms=confirms,
+            endpoint="tcp://x", versions=versions, newest=newest, confirms=confirms,
         )  # fmt: skip
 
     def enter(self, who: str, entry: int = 1, refusal: str | None = None, wait_secs: float = 60.0) -> None:
@@ -120,6 +126,15 @@ def test_numbers_rise_past_versions_from_before_a_restart() -> None:
     world.join("a1", a=41)
     for who in ("t", "a2", "b"):
         world.join(who)
+    for who in HELD:
+        world.enter(who)
+    assert world.last("t")["number"] == 42
+
+
+def test_numbers_rise_past_those_of_another_rendezvous() -> None:
+    world = World()
+    for who in HELD:
+        world.join(who, newest=41 if who == "b" else 7)
     for who in HELD:
         world.enter(who)
     assert world.last("t")["number"] == 42

@@ -39,7 +39,9 @@ class Queues:
             for _ in range(self.rng.choice([1, 1, 2])):
                 self.at[endpoint].append((header, payload.tobytes()))
 
-        return SimpleNamespace(has_room=lambda endpoint: self.rng.random() < 0.7, send=send)
+        return SimpleNamespace(
+            connect=lambda endpoint, rank: None, has_room=lambda endpoint: self.rng.random() < 0.7, send=send
+        )
 
     def incoming(self, endpoint: str) -> Any:
         def take() -> tuple[dict[str, Any], bytes] | None:

@@ -459,10 +459,9 @@ def test_ranks_and_endpoints_that_cannot_work_are_refused(rendezvous: Any) -> No
     plan = make_plan()
     for ranks, listen, error, words in (
         (None, None, sf.RegistrationError, "go together"),
-        ([], None, sf.RegistrationError, "empty"),
+        ([], None, sf.RegistrationError, r"ranks are \[\]"),
         ([6], None, sf.RegistrationError, "ranks 0 to 5"),
         ([2], None, sf.RegistrationError, "listens nowhere"),
-        ([2], "tcp://0.0.0.0:0", sf.WorldError, "need a host"),
         ([2], "tcp://192.0.2.1:0", sf.WorldError, "cannot listen"),
     ):
         with (

@@ -147,19 +147,17 @@ class PersistentExecutor:
                 return others.memory(key)
             return shard.device, shard.address
 
-        tables = optable.make_tables(plan, placed, memory)
+        self._tables = tables = optable.make_tables(plan, placed, memory)
         self.devices: list[Any] = list(tables.devices)
         here = [number for number, device in enumerate(self.devices) if isinstance(device, jax.Device)]
         make_inbox = others.make_inbox if others is not None else _own_inbox
         inboxes = {  # written by kernels through their addresses, never given to XLA
-            number: make_inbox(self.devices[number], tables.counters + max(tables.n_counters[number], 1))
-            for number in here
+            number: make_inbox(self.devices[number], self.inbox_words(number)) for number in here
         }
         self.inboxes = jax.block_until_ready(inboxes)  # a copy from the host must not undo what a kernel writes
         fixed: dict[Key | Inbox, int] = {key: shard.address for key, shard in buffers.items()}
         fixed |= {Inbox(number): array.unsafe_buffer_pointer() for number, array in self.inboxes.items()}
         phases = Phases(plan, tables, self.devices, fixed, here)
-        self._tables = tables
         self.works = {"ready": phases.ready(), "send": phases.send(), "finish": phases.finish()}
         self.idle = phases.idle
         works = [work for phase in self.works.values() for work in phase.values()]
@@ -177,6 +175,10 @@ class PersistentExecutor:
             for number in self.inboxes
         }
         return [Launch(of, self.devices[number], self.moving) for number, of in works.items() if of]
+
+    def inbox_words(self, number: int) -> int:
+        """Size of a device's inbox: flags, then counters."""
+        return self._tables.counters + max(self._tables.n_counters[number], 1)
 
     def ready_word(self, number: int) -> int:
         """Word of a device's inbox, the first of two, in which it says *ready*."""

@@ -135,6 +135,7 @@ class Exports:
         self.path = os.path.join(self._folder, "memory")
         self._offers: dict[str, Offered] = {}
         self._open: collections.Counter[str] = collections.Counter()  # connections of each process
+        self._last: frozenset[str] = frozenset()  # who was connected as it was closed
         self._connections: set[socket.socket] = set()
         self._changed = threading.Condition()
         self._is_closed = False
@@ -164,14 +165,15 @@ class Exports:
                     os.close(descriptor)
 
     def may_write(self, who: str) -> bool:
-        """Whether a process is alive that has mapped some of this memory."""
+        """Whether a process is alive that has mapped some of this memory; once this is closed, whether it was then."""
         with self._changed:
-            return self._open[who] > 0
+            return who in self._last if self._is_closed else self._open[who] > 0
 
     def close(self) -> None:
         """Stops listening and answering; who has mapped something keeps it."""
         self.withdraw("")
         with self._changed:
+            self._last = frozenset(who for who, count in self._open.items() if count)
             self._is_closed = True
             for one in (self._socket, *self._connections):
                 with contextlib.suppress(OSError):
@@ -210,7 +212,7 @@ class Exports:
                     if who is None:
                         who = str(header["who"])
                         self._open[who] += 1
-                    self._changed.wait_for(functools.partial(self._has, header["what"]), header["secs"])
+                    self._changed.wait_for(functools.partial(self._has, header["what"]), min(header["secs"], LOOK_SECS))
                     if self._is_closed:
                         return
                     offer = self._offers.get(header["what"])
@@ -288,7 +290,7 @@ class Neighbour:
                 new.setblocking(False)  # who is stopped accepts nobody
                 new.connect(self._path)
                 new.setblocking(True)
-            except OSError as error:
+            except (OSError, ValueError) as error:  # which a path with a zero in it is
                 new.close()
                 raise TransferError(
                     f"update: the GPU memory of another process cannot be reached at {self._path}: {error}. It has "

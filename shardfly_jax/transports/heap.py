@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -65,6 +66,12 @@ class Heap:
 
     def _piece_of(self, address: int) -> SharedMemory | None:
         return next((p for p in self._pieces if p.address <= address < p.address + p.nbytes), None)
+
+
+@functools.cache
+def process_heap() -> Heap:
+    """That of this process: buffers outlive the world that they were allocated for, and serve in the next one."""
+    return Heap()
 
 
 def _peers(device: jax.Device) -> list[int]:

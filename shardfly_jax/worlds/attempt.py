@@ -180,6 +180,7 @@ class Run:
             self._here.append(step)
         else:
             endpoint = self._begin["endpoints"][str(step.pair[1])]
+            self._outgoing.connect(endpoint, step.pair[1])
             self._there.setdefault(endpoint, collections.deque()).append(step)
 
     def _work(self) -> bool:

@@ -9,7 +9,8 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardfly_jax.binding import Binding, check_addresses, ready_shards
@@ -18,58 +19,31 @@ from shardfly_jax.executors.memory import Key, Sources
 from shardfly_jax.executors.persistent import Others, PersistentExecutor, why_not
 from shardfly_jax.sharding.errors import ParamsMismatch, RegistrationError, SyncTimeout, TransferError, UnknownOutcome
 from shardfly_jax.sharding.optable import Inbox
-from shardfly_jax.transports.exports import Neighbour, Offered
-from shardfly_jax.transports.vmm import Mapping as MappedMemory, attach, stream_number, wait_for_stream
+from shardfly_jax.transports.exports import Exports, Neighbour, Offered
+from shardfly_jax.transports.vmm import Mapping as MappedMemory, SharedMemory, attach, stream_number, wait_for_stream
 from shardfly_jax.worlds.attempt import failure
 from shardfly_jax.worlds.closing import close_all
+from shardfly_jax.worlds.endpoints import Endpoint, Place, Spot, buffers_offered, inbox_offered, parsed
 from shardfly_jax.worlds.gpu_run import GpuRun
 from shardfly_jax.worlds.part import Part, trainer_devices
 from shardfly_jax.worlds.rendezvous import GONE_SECS
 from shardfly_jax.worlds.wire import Header
 
 
-class Place(NamedTuple):
-    """A device of another process.
+class Doubt(NamedTuple):
+    """A process that may still write into memory which it has mapped.
 
     Attributes:
-      process: Its name for this plan.
-      device: Number of the device there.
+      until: When its kernels have ended at the latest, as `time.monotonic` counts.
+      exports: Which know whether it has gone.
     """
 
-    process: str
-    device: int
-
-    def __str__(self) -> str:
-        return f"cuda:{self.device} of process {self.process[:6]}"
+    until: float
+    exports: Exports
 
 
-class Endpoint(NamedTuple):
-    """Where a process' memory is handed out, and which of its devices hold which ranks."""
-
-    path: str
-    process: str
-    devices: Mapping[int, int]
-
-    @classmethod
-    def parse(cls, text: str, rank: int) -> Endpoint:
-        """From what the process registered with.
-
-        Raises:
-          TransferError: It takes its payload another way.
-        """
-        try:
-            given = json.loads(text)
-            devices = {int(r): int(device) for r, device in given["devices"].items()}
-            return cls(str(given["path"]), str(given["process"]), devices)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise TransferError(
-                f"update: rank {rank} is not on a GPU of this host, but rank {rank} shares a plan with ranks that are. "
-                "Put all ranks of a plan on GPUs, or all on CPU devices."
-            ) from None
-
-    def __str__(self) -> str:
-        given = {"path": self.path, "process": self.process, "devices": {str(r): d for r, d in self.devices.items()}}
-        return json.dumps(given, sort_keys=True)
+_DOUBTS: weakref.WeakKeyDictionary[SharedMemory, dict[str, Doubt]] = weakref.WeakKeyDictionary()
+"""By name, of each piece of memory in which there are buffers: these may be another plan's by then."""
 
 
 class GpuPart(Part):
@@ -96,8 +70,11 @@ class GpuPart(Part):
         self._executor: PersistentExecutor | None = None
         self._addresses: dict[Key | Inbox, int] = {}
         self._mapped: list[MappedMemory] = []
-        self._doubtful: dict[str, float] = {}
+        self._pieces, _ = self.world.heap.located(list(addresses.values()))
         self._offer(f"buffers {self.process}", addresses)
+
+    def _listen(self) -> None:
+        """Others ask at `World.exports`."""
 
     def _offer(self, what: str, addresses: Mapping[Any, int]) -> None:
         """Lets others map what lies at some addresses: by (family, tensor, rank), or device number."""
@@ -117,6 +94,7 @@ class GpuPart(Part):
         withdrawals = [
             functools.partial(self.world.exports.withdraw, f"{what} {self.process}") for what in ("buffers", "inboxes")
         ]
+        self._pieces = []
         close_all(*withdrawals, self._unmap, *(neighbour.close for neighbour in neighbours.values()))
 
     def _unmap(self) -> None:
@@ -138,7 +116,7 @@ class GpuPart(Part):
           TransferError: Some process is not on a GPU of this host, or has ended.
         """
         self._met, self._addresses, self._mapped = None, {}, []
-        by_rank = {int(rank): Endpoint.parse(text, int(rank)) for rank, text in endpoints.items()}
+        by_rank = parsed(endpoints, self.process, self.held)
         processes = {one.process: one for one in by_rank.values() if one.process != self.process}
         for gone in self._neighbours.keys() - processes.keys():
             self._neighbours.pop(gone).close()
@@ -149,11 +127,7 @@ class GpuPart(Part):
         with contextlib.ExitStack() as stack:
             ask = functools.partial(self._ask, stack, epoch, until)
             offered = {name: ask(name, f"buffers {name}") for name in processes}
-            at = {
-                (row[0], row[1], row[2]): (name, row[3], row[4])
-                for name, (_, _, rows) in offered.items()
-                for row in rows
-            }
+            at = buffers_offered(self.session.plan, by_rank, offered)
             executor = self._prepare(endpoints, by_rank, at, agreed)
             mapped: dict[tuple[str, str, int], MappedMemory] = {}
             ordinals = sorted({device.local_hardware_id for device in self._devices.values()})
@@ -161,7 +135,7 @@ class GpuPart(Part):
             def reach(kind: str, name: str, found: Offered, piece: int, offset: int) -> int:
                 sizes, descriptors, _ = found
                 if (kind, name, piece) not in mapped:
-                    mapped[kind, name, piece] = attach(descriptors[piece], sizes[piece], ordinals)
+                    mapped[kind, name, piece] = self._map(descriptors[piece], sizes[piece], ordinals, name)
                 return mapped[kind, name, piece].address + offset
 
             inboxes: dict[str, Offered] = {}
@@ -171,18 +145,34 @@ class GpuPart(Part):
                     name = executor.devices[key.device].process
                     if name not in inboxes:
                         inboxes[name] = ask(name, f"inboxes {name} {agreed}")
-                    _, piece, offset = next(row for row in inboxes[name][2] if row[0] == key.device)
+                    ranks = sorted(rank for rank, one in by_rank.items() if one.process == name)
+                    words = executor.inbox_words(key.device)
+                    piece, offset = inbox_offered(inboxes[name], key.device, 4 * words, name, ranks)
                     addresses[key] = reach("inbox", name, inboxes[name], piece, offset)
                 elif key[2] not in self.held:
                     name, piece, offset = at[key]
                     addresses[key] = reach("buffers", name, offered[name], piece, offset)
         self._mapped, self._addresses, self._met = list(mapped.values()), addresses, dict(endpoints)
 
+    def _map(self, descriptor: int, nbytes: int, ordinals: Sequence[int], name: str) -> MappedMemory:
+        """A piece of a neighbour's memory.
+
+        Raises:
+          TransferError: The driver maps no such memory.
+        """
+        try:
+            return attach(descriptor, nbytes, ordinals)
+        except RegistrationError as error:
+            raise TransferError(
+                f"update: {nbytes} bytes that process {name[:6]} offers cannot be mapped: {error} Nothing was written "
+                "there."
+            ) from None
+
     def _prepare(
         self,
         endpoints: Mapping[str, str],
         by_rank: Mapping[int, Endpoint],
-        at: Mapping[Key, tuple[str, int, int]],
+        at: Mapping[Key, Spot],
         agreed: str,
     ) -> PersistentExecutor:
         """The kernels for those who take part, and this process' inboxes, which it offers to the others.
@@ -200,9 +190,7 @@ class GpuPart(Part):
             return self._executor
         self._executor = self.session.executor = self._prepared = None
         places = {
-            rank: Place(one.process, one.devices[rank])
-            for rank, one in by_rank.items()
-            if one.process != self.process and rank in one.devices
+            rank: Place(one.process, one.devices[rank]) for rank, one in by_rank.items() if one.process != self.process
         }
         others = Others(places, at.__getitem__, self.world.heap.words)
         executor = PersistentExecutor(self.session.plan, self.session.buffers, self._sources_at, others)
@@ -276,20 +264,27 @@ class GpuPart(Part):
 
     def doubt(self) -> None:
         """After an attempt that failed: others may write here until their kernels have ended, which nobody knows."""
-        until = time.monotonic() + self.world.link.deadline_secs
-        self._doubtful = dict.fromkeys(self._neighbours, until)
+        doubt = Doubt(time.monotonic() + self.world.link.deadline_secs, self.world.exports)
+        for piece in self._pieces:
+            _DOUBTS.setdefault(piece, {}).update(dict.fromkeys(self._neighbours, doubt))
+
+    @property
+    def doubtful(self) -> dict[str, Doubt]:
+        """Processes that took part in an attempt that failed, and have not been found harmless since."""
+        return {process: doubt for piece in self._pieces for process, doubt in _DOUBTS.get(piece, {}).items()}
 
     def _check_doubts(self, endpoints: Mapping[str, str]) -> None:
         """Raises:
         UnknownOutcome: A process that took part in an attempt that failed may still write here.
         """
         here = {Endpoint.parse(text, int(rank)).process for rank, text in endpoints.items()}
-        exports, now = self.world.exports, time.monotonic()
-        for process, until in self._doubtful.items():
+        now = time.monotonic()
+        for process, (until, exports) in self.doubtful.items():
             if process not in here and exports.may_write(process) and now < until:
                 raise UnknownOutcome(
                     f"update: process {process[:6]} took part in an attempt that failed, is alive, and has not said "
                     f"that its kernel has ended. End that process, or try again in {until - now:.0f} s, when it can no "
                     "longer write."
                 )
-        self._doubtful = {}
+        for piece in self._pieces:
+            _DOUBTS.pop(piece, None)

@@ -14,6 +14,7 @@ from typing import Any
 import zmq
 
 from shardfly_jax.sharding.errors import WorldError, WorldLost
+from shardfly_jax.transports.sockets import allow_ipv6
 from shardfly_jax.worlds.wire import FROM_RENDEZVOUS, MAX_HEADER_NBYTES, PROTOCOL, Header, Refused, Seal
 
 log = logging.getLogger("shardfly_jax.worlds")
@@ -60,6 +61,7 @@ class Link:
       seal: Made of the token.
       name: Of this process, for messages.
       wait_secs: How long to try.
+      serves: Whether the rendezvous is in this process.
 
     Attributes:
       session, deadline_secs, lost_secs: As the rendezvous says.
@@ -71,8 +73,11 @@ class Link:
       WorldError: The address is none, nobody answers there, or it refuses this process.
     """
 
-    def __init__(self, context: zmq.Context[Any], address: str, seal: Seal, name: str, wait_secs: float):
+    def __init__(
+        self, context: zmq.Context[Any], address: str, seal: Seal, name: str, wait_secs: float, *, serves: bool = False
+    ):
         self.address, self.lost, self.news = address, None, None
+        self._serves = serves
         self.wake = Wake()
         self._seal = seal
         self._socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
@@ -99,6 +104,7 @@ class Link:
     news: Header | None
 
     def _connect(self) -> None:
+        allow_ipv6(self._socket, self.address)
         try:
             self._socket.connect(self.address)
         except zmq.ZMQError as error:
@@ -146,8 +152,13 @@ class Link:
         return None
 
     def _check(self) -> None:
+        if self.lost is not None and self._stopping:
+            raise WorldLost(f"world: {self.lost}. sf.connect again, then register the plan.")
         if self.lost is not None:
-            raise WorldLost(f"world: {self.lost}. Close this world, then sf.connect again and register the plan.")
+            others = " The rendezvous was this process' own, so all others have to do that too." if self._serves else ""
+            raise WorldLost(
+                f"world: {self.lost}. Close this world, then sf.connect again and register the plan.{others}"
+            )
 
     def failed(self, epoch: int, secs: float = 0.0) -> Header | None:
         """The message that ended an attempt, for which it waits; it is left for `take`. None if none comes in time.
@@ -188,7 +199,7 @@ class Link:
             self._stopping = True
             self._nudge.set()
             self._thread.join()
-            self.lost = self.lost or "it was closed"
+            self.lost = self.lost or "it was closed in this process"
             self.wake.set()
 
     def close(self) -> None:
@@ -202,7 +213,7 @@ class Link:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._nudge.fileno(), zmq.POLLIN)
-        heard = beat = time.monotonic()
+        heard = beat = turn = time.monotonic()
         while self.lost is None:
             poller.poll(max(1, int((beat - time.monotonic()) * 1000)))
             self._nudge.clear()
@@ -215,11 +226,15 @@ class Link:
                 heard = time.monotonic()
                 self._receive(self._socket.recv_multipart())
             now = time.monotonic()
+            if now - turn > self.lost_secs / 2:  # it was stopped: the silence was its own, and what was said comes yet
+                heard = now
+            turn = now
             if now >= beat:
                 self._send({"op": "beat", "session": self.session})
                 beat = now + self.lost_secs / BEATS_PER_LOSS
             if now - heard > self.lost_secs:
-                self._lose(f"nothing was heard of the rendezvous at {self.address} for {self.lost_secs:g} s")
+                whose = "its own rendezvous" if self._serves else "the rendezvous"
+                self._lose(f"nothing was heard of {whose} at {self.address} for {self.lost_secs:g} s")
         self._socket.close(1000 if self._stopping else 0)  # ms, for *leave* to get out
 
     def _lose(self, why: str) -> None:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+MAX_VERSION = (1 << 31) - 1
+"""Larger than any number that an update can have."""
+ENDPOINTS = ("tcp://", "ipc://", "{")
+"""How endpoints begin: those of sockets, and those of processes with GPUs, which are JSON."""
+
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Registration:
@@ -14,6 +19,7 @@ class Registration:
       replicas: All replicas of the plan: their ranks.
       endpoint: Where it takes payload; empty if it takes none.
       versions: Of the replicas it holds a part of; rise as they become complete.
+      newest: The largest number of an update that it knows, of another rendezvous perhaps.
       confirms: Whether it says *arrived* once what it sends is known to be right, and nothing is complete before: its
         kernels write into others' memory themselves.
     """
@@ -25,12 +31,34 @@ class Registration:
     replicas: dict[str, list[int]]
     endpoint: str
     versions: dict[str, int]
+    newest: int
     confirms: bool
 
     @property
-    def ranks(self) -> frozenset[int]:
-        """Every rank of its plan."""
-        return frozenset(range(self.source_ranks + self.target_ranks))
+    def count(self) -> int:
+        """How many ranks its plan has, as it says."""
+        return self.source_ranks + self.target_ranks
+
+    def fault(self) -> str | None:
+        """Why no plan can be so; None if one can."""
+        dealt = sorted(rank for ranks in self.replicas.values() for rank in ranks)
+        if len(dealt) != self.target_ranks or dealt != list(range(self.source_ranks, self.count)):
+            return f"its replicas hold {len(dealt)} ranks, but each of {self.target_ranks} rollout ranks is needed once"
+        if max(self.held) >= self.count:
+            return f"it holds rank {max(self.held)}, but its plan has the ranks 0 to {self.count - 1}"
+        for name in self.versions:
+            if self.held.isdisjoint(self.replicas.get(name, ())):
+                return f"it has a version of replica {name!r}, of which it holds no rank"
+        if (most := max(self.newest, *self.versions.values(), 0)) > MAX_VERSION:
+            return f"it knows of update {most}, but no pool has had so many"
+        if self.endpoint and not (self.endpoint.startswith(ENDPOINTS) and self.endpoint.isprintable()):
+            return f"it takes payload at {self.endpoint!r}, which no transport reaches"
+        return None
+
+    def is_of_plan_of(self, other: Registration) -> bool:
+        """Whether both say the same of one plan."""
+        mine, theirs = ((r.source_ranks, r.target_ranks, r.replicas) for r in (self, other))
+        return mine == theirs
 
     @property
     def is_source(self) -> bool:

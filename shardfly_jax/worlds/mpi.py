@@ -9,13 +9,14 @@ misses it at a vote gets `WorldLost`, and who waits for its chunks beyond the de
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -24,10 +25,7 @@ import numpy as np
 from mpi4py import MPI
 
 from shardfly_jax.buffers import Wanted, zeros
-from shardfly_jax.sharding.errors import (
-    WorldError,
-    WorldLost,
-)
+from shardfly_jax.sharding.errors import RegistrationError, UpdateRefused, WorldError, WorldLost
 
 if TYPE_CHECKING:
     from shardfly_jax.session import Session
@@ -37,6 +35,8 @@ log = logging.getLogger("shardfly_jax.worlds")
 
 CONTROL, PAYLOAD = 1, 2
 """Tags of messages."""
+REFUSE = "refuse"
+"""Said instead of what a process was to say, where it failed before."""
 SHORTEST_NAP_SECS, LONGEST_NAP_SECS = 0.0001, 0.01
 NAP_OF_WAIT = 8
 """How many times longer a wait is than the nap that may outlast it."""
@@ -63,6 +63,7 @@ class MpiWorld:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise WorldError("world: MPI was started for one thread, but several are needed. Let mpi4py start it.")
         self._lost: str | None = None
+        self._known: Exception | None = None
         self._comm, connecting = MPI.COMM_WORLD.Idup()  # messages of others cannot be taken for its own
         until = time.monotonic() + deadline_secs
         while not connecting.Test():
@@ -76,10 +77,30 @@ class MpiWorld:
         self._send = jax.jit(functools.partial(_send, self._comm), static_argnums=1)
         self._receive = jax.jit(functools.partial(_receive, self._comm), static_argnums=(0, 1))
 
+    @contextlib.contextmanager
+    def registering(self) -> Iterator[None]:
+        """While this process registers a plan, which all do together: what goes wrong here alone ends it for all.
+
+        Raises:
+          UpdateRefused: An update is pending.
+        """
+        if self._part is not None:
+            self._part.session.check_idle()  # which is no mistake, and whose messages are not to be crossed
+        try:
+            yield
+        except Exception as error:
+            if self._lost is None and error is not self._known:
+                with contextlib.suppress(WorldError):  # its own error is what this process should know
+                    self.exchange({"op": REFUSE, "why": f"{type(error).__name__}: {error}"[:2000]}, self.deadline_secs)
+            raise
+
+    def known[E: Exception](self, error: E) -> E:
+        """An error that follows from what all have said to all: each of them has it, and need not be told."""
+        self._known = error
+        return error
+
     def part_of(self, session: Session) -> MpiPart:
         """Takes part in a plan; in one at a time."""
-        if self._part is not None:
-            self._part.session.check_idle()
         part = self._new_part(session)
         self._part = part
         return part
@@ -113,14 +134,38 @@ class MpiWorld:
           What each says, by number.
 
         Raises:
-          WorldLost: Some process says nothing in time.
+          WorldLost: Some process says nothing in time, or this one was interrupted.
           WorldError: Some process says something of another kind: it is somewhere else in its program.
+          RegistrationError, UpdateRefused: Some process failed before it came to say anything of this kind.
         """
-        text = json.dumps(words).encode()
+        try:
+            said = self._exchanged(json.dumps(words).encode(), words["op"], wait_secs)
+        except BaseException as error:  # what the others said would be taken for what they say next
+            if self._lost is None:
+                self._lose(f"{type(error).__name__} came while this process waited for others at {words['op']!r}")
+            raise
+        said[self.process] = words
+        for process, theirs in said.items():
+            if theirs["op"] == REFUSE != words["op"]:
+                is_update = words["op"] == "update"
+                why = f"{self._named([process])} failed: {theirs['why'].rstrip('.')}"
+                text = f"{'update' if is_update else 'registration'}: {why}. It ends for all; call again everywhere."
+                raise self.known((UpdateRefused if is_update else RegistrationError)(text))
+        if strays := [process for process in range(self.processes) if said[process]["op"] != words["op"] != REFUSE]:
+            raise self.known(
+                WorldError(
+                    f"world: {self._named(strays[:1])} says {said[strays[0]]['op']!r}, but this one {words['op']!r}. "
+                    "All processes of an MPI world register and update together."
+                )
+            )
+        return [said[process] for process in range(self.processes)]
+
+    def _exchanged(self, text: bytes, op: str, wait_secs: float) -> dict[int, Words]:
+        """Tells all others something; what each of them says."""
         self._unsent = [request for request in self._unsent if not request.Test()]
         others = [process for process in range(self.processes) if process != self.process]
         self._unsent += [self._comm.Isend([text, MPI.BYTE], dest=process, tag=CONTROL) for process in others]
-        said: dict[int, Words] = {self.process: words}
+        said: dict[int, Words] = {}
         start = time.monotonic()
         while missing := [process for process in others if process not in said]:
             heard = False
@@ -135,15 +180,10 @@ class MpiWorld:
                 continue
             waited = time.monotonic() - start
             if waited > wait_secs:
-                self._lose(f"{self._named(missing)} did not come to {words['op']!r} within {wait_secs:g} s")
+                self._lose(f"{self._named(missing)} did not come to {op!r} within {wait_secs:g} s")
                 self.check(None)
             time.sleep(min(max(waited / NAP_OF_WAIT, SHORTEST_NAP_SECS), LONGEST_NAP_SECS))
-        if strays := [process for process in range(self.processes) if said[process]["op"] != words["op"]]:
-            raise WorldError(
-                f"world: {self._named(strays[:1])} says {said[strays[0]]['op']!r}, but this one {words['op']!r}. All "
-                "processes of an MPI world register and update together."
-            )
-        return [said[process] for process in range(self.processes)]
+        return said
 
     def _named(self, processes: list[int]) -> str:
         held = self._part.ranks_of if self._part is not None else {}

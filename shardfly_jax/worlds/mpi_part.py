@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,12 +17,14 @@ from shardfly_jax.sharding.errors import (
     NotFinite,
     ParamsMismatch,
     RegistrationError,
+    ShardflyError,
     TransferError,
     UpdateRefused,
 )
 from shardfly_jax.transports.choice import PROBES, why_not_mpi
 from shardfly_jax.worlds.mpi import Words
 from shardfly_jax.worlds.steps import Step, steps_of
+from shardfly_jax.worlds.wire import is_secs
 
 if TYPE_CHECKING:
     from shardfly_jax.session import Session
@@ -60,14 +63,16 @@ class MpiPart:
             {"op": "register", "digest": plan.digest, "held": sorted(self.held), "versions": versions, **self._offer()},
             world.deadline_secs,
         )
-        _check_digests(said)
+        self._check_digests(said)
         self.ranks_of = {process: words["held"] for process, words in enumerate(said)}
         self._process_of = {rank: process for process, ranks in self.ranks_of.items() for rank in ranks}
         dealt = sorted(rank for ranks in self.ranks_of.values() for rank in ranks)
         if dealt != list(range(plan.ranks)):
-            raise RegistrationError(
-                f"registration: the processes hold the ranks {dealt}, but each of 0 to {plan.ranks - 1} is needed "
-                "once. An MPI world has no other processes to hold them."
+            raise world.known(
+                RegistrationError(
+                    f"registration: the processes hold the ranks {dealt}, but each of 0 to {plan.ranks - 1} is needed "
+                    "once. An MPI world has no other processes to hold them."
+                )
             )
         self._others: dict[str, int] = {}
         for words in said:
@@ -97,18 +102,25 @@ class MpiPart:
         return {name: version for name, version in self._others.items() if name not in self.own}
 
     def prepare(
-        self, params: Any, wait_secs: float | None, progress: Callable[[int], None] | None, stream: Any = None
+        self,
+        check: Callable[[], None],
+        params: Any,
+        wait_secs: float | None,
+        progress: Callable[[int], None] | None,
+        stream: Any = None,
     ) -> Callable[[], None]:
         """As `Part.prepare`. Where arguments are wrong it waits for the others, to tell them."""
         session = self.session
-        patience = self.world.deadline_secs if wait_secs is None else wait_secs
-        self.world.check(self)
+        patience = wait_secs if wait_secs is not None and is_secs(wait_secs) else self.world.deadline_secs
+        self.world.check(None)
         try:
+            self.world.check(self)
+            check()
             self._check_stream(stream)
             session.check_buffers()
             leaves, binding = bind(params, session) if self.sends else ([], None)
         except Exception as error:
-            self._vote(patience, error)
+            self._refuse(patience, error)
             raise
 
         def take_part() -> None:
@@ -116,14 +128,12 @@ class MpiPart:
                 memory, kept = self._sources(leaves, binding) if binding is not None else ({}, [])
             except Exception as error:
                 session.binding = None  # it may be where these params are that was wrong
-                self._vote(patience, error)
+                self._refuse(patience, error)
                 raise
             finally:
                 leaves.clear()  # an error that is kept would keep them
             number = self._vote(patience, None)
-            if stream is not None:
-                self._wait_for_stream(stream)
-            self._move(memory, number, None if progress is None else session.guarded(progress))
+            self._move(memory, number, None if progress is None else session.guarded(progress), stream)
             kept.clear()  # not before
 
         return take_part
@@ -132,9 +142,6 @@ class MpiPart:
         if stream is not None:
             raise ParamsMismatch("receive: stream is given, but the buffers are on CPU devices. Leave it out.")
 
-    def _wait_for_stream(self, stream: Any) -> None:
-        """Never called where no stream is allowed."""
-
     def _sources(self, leaves: list[Any], binding: Binding) -> tuple[dict[Key, np.ndarray], list[Any]]:
         arrays, kept = ready_shards(leaves, binding, keep=True)
         if reason := why_not_mpi(device for array in arrays.values() for device in array.devices()):
@@ -142,6 +149,11 @@ class MpiPart:
         check_addresses(self.session, binding, arrays)
         memory = {key: host_bytes(a.unsafe_buffer_pointer(), a.nbytes) for key, a in arrays.items()}
         return memory, [arrays, kept]
+
+    def _refuse(self, wait_secs: float, error: Exception) -> None:
+        """Votes against an update; its own error, not what others say, is what this process should know."""
+        with contextlib.suppress(ShardflyError):
+            self._vote(wait_secs, error)
 
     def _vote(self, wait_secs: float, error: Exception | None) -> int:
         """Votes for or against an update, with everybody; its number.
@@ -154,7 +166,7 @@ class MpiPart:
         said = self.world.exchange(
             {"op": "update", "digest": self.session.digest, "refusal": refusal, "newest": self.newest}, wait_secs
         )
-        _check_digests(said)
+        self._check_digests(said)
         self.newest = max(words["newest"] for words in said)
         for process, words in enumerate(said):
             if words["refusal"] is not None and process != self.world.process:
@@ -164,7 +176,7 @@ class MpiPart:
                 )
         return self.newest + 1
 
-    def _move(self, sources: Any, number: int, progress: Callable[[int], None] | None) -> None:
+    def _move(self, sources: Any, number: int, progress: Callable[[int], None] | None, stream: Any) -> None:
         """Sends and receives everything, then hears how the others fared.
 
         Raises:
@@ -252,14 +264,15 @@ class MpiPart:
         finally:
             self.world.send(payload, self._process_of[target])
 
+    def _check_digests(self, said: Iterable[Words]) -> None:
+        digests = list(dict.fromkeys(words["digest"] for words in said))
+        if len(digests) > 1:
+            raise self.world.known(
+                DigestMismatch(
+                    f"world: its processes hold the plans {' and '.join(digest[:12] for digest in digests)}; nothing "
+                    "was written. Make all of them plan from the same inputs."
+                )
+            )
+
     def close(self) -> None:
         """Nothing to free."""
-
-
-def _check_digests(said: Iterable[Words]) -> None:
-    digests = list(dict.fromkeys(words["digest"] for words in said))
-    if len(digests) > 1:
-        raise DigestMismatch(
-            f"world: its processes hold the plans {' and '.join(digest[:12] for digest in digests)}; nothing was "
-            "written. Make all of them plan from the same inputs."
-        )

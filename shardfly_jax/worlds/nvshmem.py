@@ -230,9 +230,6 @@ class NvshmemPart(MpiPart):
         if stream is not None:
             vmm.stream_number(stream)
 
-    def _wait_for_stream(self, stream: Any) -> None:
-        vmm.wait_for_stream(self.world.gpu.local_hardware_id, vmm.stream_number(stream))
-
     def _sources(self, leaves: list[Any], binding: Binding) -> tuple[Any, list[Any]]:
         arrays, _ = ready_shards(leaves, binding)
         if other := sorted({str(device) for device in binding.devices.values() if device != self.world.gpu}):
@@ -240,7 +237,7 @@ class NvshmemPart(MpiPart):
         check_addresses(self.session, binding, arrays)
         return arrays, [arrays]
 
-    def _move(self, sources: Any, number: int, progress: Callable[[int], None] | None) -> None:
+    def _move(self, sources: Any, number: int, progress: Callable[[int], None] | None, stream: Any) -> None:
         """Launches the phases, each once all processes are through the one before; then hears how they fared.
 
         Raises:
@@ -257,6 +254,8 @@ class NvshmemPart(MpiPart):
         timer.start()
         try:
             try:
+                if stream is not None:
+                    vmm.wait_for_stream(world.gpu.local_hardware_id, vmm.stream_number(stream))
                 session.wait_for_readers()
                 self._executor.ready(attempt).outcomes()
             except BaseException as new:

@@ -18,7 +18,7 @@ from shardfly_jax.worlds.attempt import Run, failure
 from shardfly_jax.worlds.closing import close_all
 from shardfly_jax.worlds.rendezvous import GRACE_SECS
 from shardfly_jax.worlds.steps import steps_of
-from shardfly_jax.worlds.wire import Header
+from shardfly_jax.worlds.wire import Header, is_secs
 
 if TYPE_CHECKING:
     from shardfly_jax.session import Session
@@ -56,7 +56,7 @@ class Part:
 
     Raises:
       RegistrationError: The world listens nowhere for payload.
-      WorldError: Another living process holds one of its ranks.
+      WorldError: Another living process holds one of its ranks, or where the world listens it can not.
 
     Attributes:
       transport: How payload travels.
@@ -80,6 +80,7 @@ class Part:
             self._close()
             raise
         try:
+            self._listen()  # now that the plan before does not, perhaps at the same address
             self._register()
         except BaseException:
             world.release(self)
@@ -96,12 +97,17 @@ class Part:
         receiving, what = sorted(rank for rank in self.held if rank >= plan.source_ranks), "weights"
         if not receiving:
             receiving, what = self._steps.trainers_that_receive, "the maxima of blocks that they share with others"
-        if receiving:
-            if world.listen is None:
-                raise RegistrationError(
-                    f"registration: the ranks {receiving} receive {what}, "
-                    "but this process listens nowhere. Say where: sf.connect(..., listen='tcp://127.0.0.1:0')."
-                )
+        self._receives = bool(receiving)
+        if receiving and world.listen is None:
+            raise RegistrationError(
+                f"registration: the ranks {receiving} receive {what}, but this process listens nowhere. Say where: "
+                "sf.connect(..., listen='tcp://127.0.0.1:0')."
+            )
+
+    def _listen(self) -> None:
+        """Begins to take payload."""
+        world = self.world
+        if self._receives and world.listen is not None:
             self._incoming = Incoming(world.context, world.listen, world.seal, self._steps.chunk_nbytes)
 
     def close(self) -> None:
@@ -127,15 +133,14 @@ class Part:
             replicas={replica.name: list(replica.ranks) for replica in plan.replicas},
             endpoint=self._endpoint,
             versions={name: self.session.versions[name] for name in sorted(self.own)},
+            newest=self.session.newest,
             confirms=self._confirms,
         )
         answer = self._next({"registered", "refused"}, link.deadline_secs + 2 * link.lost_secs)
         if answer is None:
             raise WorldError("registration: the rendezvous did not answer in time. Connect anew.")
         if answer["op"] == "refused":
-            raise WorldError(
-                f"registration: {answer['why']}. Give each rank to one process, or end that process first."
-            )
+            raise WorldError(f"registration: {answer['why']}.")
 
     def _next(self, ops: set[str], secs: float) -> Header | None:
         """The next message of some kinds; others are of the past and dropped. None if none comes."""
@@ -166,11 +171,17 @@ class Part:
     # An update
 
     def prepare(
-        self, params: Any, wait_secs: float | None, progress: Callable[[int], None] | None, stream: Any = None
+        self,
+        check: Callable[[], None],
+        params: Any,
+        wait_secs: float | None,
+        progress: Callable[[int], None] | None,
+        stream: Any = None,
     ) -> Callable[[], None]:
-        """Checks the arguments of one update; within `Session.updating`.
+        """Checks the arguments of one update; within `Session.updating`. Where they are wrong the others are told.
 
         Args:
+          check: Raises if the call itself is wrong.
           params: The trainer's; None on a process without trainer ranks.
           wait_secs: How long to wait for everybody else to take part; None for the world's deadline.
           progress: Called with bytes written to this process' buffers.
@@ -180,7 +191,7 @@ class Part:
           Takes part in it.
         """
         session, link = self.session, self.world.link
-        patience = link.deadline_secs if wait_secs is None else wait_secs
+        patience = wait_secs if wait_secs is not None and is_secs(wait_secs) else link.deadline_secs
         self.world.check(self)
         self._entry += 1
 
@@ -189,6 +200,7 @@ class Part:
             link.say("enter", entry=self._entry, wait_secs=patience, refusal=why)
 
         try:
+            check()
             session.check_buffers()
             leaves, binding = bind(params, session) if self.sends else ([], None)
         except Exception as error:

@@ -7,6 +7,7 @@ It knows who holds which rank, forms attempts when every rank has entered, and a
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 
 from shardfly_jax.worlds.members import Attempt, Entry, Member, Registration
@@ -72,6 +73,12 @@ class Rendezvous:
         if member is not None:
             member.cut_off = None if is_connected else (now if member.cut_off is None else member.cut_off)
 
+    def pardon(self, now: float) -> None:
+        """Lets nobody count as silent or cut off until now: the rendezvous itself did not listen."""
+        for member in self.members.values():
+            member.heard = now
+            member.cut_off = None if member.cut_off is None else now
+
     def tick(self, now: float) -> Out:
         """Looks for silence and deadlines; returns what to send."""
         for who, member in list(self.members.items()):
@@ -83,11 +90,7 @@ class Rendezvous:
             if member.claim is not None and now > member.claim[1]:
                 self._refuse_claim(who, member)
             if member.entry is not None and now > member.entry.until and member.registration is not None:
-                entered = self._entered_ranks(member.registration.digest)
-                patient = {
-                    r for m in self.members.values() if m.gave_up and m.registration for r in m.registration.held
-                }
-                rank = min(member.registration.ranks - entered, key=lambda r: (r in patient, r))
+                rank = self._awaited(member.registration)
                 member.gave_up = True
                 why = f"{self._describe(rank)} did not take part within {member.entry.wait_secs:g} s"
                 is_held = any(m.registration and rank in m.registration.held for m in self.members.values())
@@ -131,8 +134,22 @@ class Rendezvous:
         member.registration = None
         member.entry = None
         member.mismatch = None
-        member.claim = (Registration(**given), now + self.deadline_secs + self.lost_secs)
+        wanted = Registration(**given)
+        if (fault := wanted.fault() or self._contradiction(who, wanted)) is not None:
+            log.warning("process %r registers nonsense: %s; refused", member.name, fault)
+            self._say(who, "refused", why=f"process {member.name!r} is refused: {fault}. Run the same "
+                      "version of this library in every process")  # fmt: skip
+            return
+        member.claim = (wanted, now + self.deadline_secs + self.lost_secs)
         self._settle_claims()
+
+    def _contradiction(self, who: bytes, wanted: Registration) -> str | None:
+        """How a registration contradicts what another process says of the same plan; None if it does not."""
+        for other, member in self.members.items():
+            theirs = member.registration
+            if other != who and theirs is not None and theirs.digest == wanted.digest:
+                return None if wanted.is_of_plan_of(theirs) else f"process {member.name!r} has other ranks for its plan"
+        return None
 
     def _enter(self, who: bytes, member: Member, header: Header, now: float) -> None:
         member.mismatch = None
@@ -202,7 +219,7 @@ class Rendezvous:
             registration, _ = member.claim
             if self._rival(who, registration) is None:
                 member.registration, member.claim = registration, None
-                self._newest = max(self._newest, *registration.versions.values(), 0)
+                self._newest = max(self._newest, registration.newest, *registration.versions.values())
                 self._say(who, "registered")
 
     def _rival(self, who: bytes, wanted: Registration) -> tuple[int, Member] | None:
@@ -219,7 +236,8 @@ class Rendezvous:
         member.claim = None
         if rival is not None:
             rank, other = rival
-            self._say(who, "refused", why=f"rank {rank} is held by process {other.name!r}, which is alive")
+            self._say(who, "refused", why=f"rank {rank} is held by process {other.name!r}, which is alive. Give each "
+                      "rank to one process, or end that process first")  # fmt: skip
 
     def _vote(self) -> None:
         """Ends the gathering for those who have entered, where somebody refuses or plans differ."""
@@ -275,12 +293,20 @@ class Rendezvous:
             for rank in member.registration.held
         }
 
+    def _awaited(self, registration: Registration) -> int:
+        """The first rank of a plan that has not entered; one that has waited for others in vain only if all have."""
+        entered = self._entered_ranks(registration.digest)
+        patient = {r for m in self.members.values() if m.gave_up and m.registration for r in m.registration.held}
+        absent = (rank for rank in range(registration.count) if rank not in entered)  # of a count that may be nonsense
+        first = next(absent)
+        return next((rank for rank in itertools.chain([first], absent) if rank not in patient), first)
+
     def _begin_if_all_entered(self, now: float) -> None:
         entered = {w: m for w, m in self.members.items() if m.entry is not None and m.registration is not None}
         first = next(iter(entered.values()), None)
         if first is None or first.registration is None or len({m.registration.digest for m in entered.values()}) > 1:  # type: ignore[union-attr]
             return
-        if self._entered_ranks(first.registration.digest) < first.registration.ranks:
+        if len(self._entered_ranks(first.registration.digest)) < first.registration.count:
             return
         if self.attempt is not None:  # all of its processes have given it up
             self._end("timeout", "finish", 0, "its processes have begun another update")

@@ -10,7 +10,7 @@ from typing import Any
 
 import zmq
 
-from shardfly_jax.sharding.errors import WorldError
+from shardfly_jax.transports.sockets import bind
 from shardfly_jax.worlds.link import BEATS_PER_LOSS, Wake
 from shardfly_jax.worlds.rendezvous import GONE_SECS, Out, Rendezvous
 from shardfly_jax.worlds.wire import MAX_HEADER_NBYTES, TO_RENDEZVOUS, Complaints, Header, Refused, Seal
@@ -47,13 +47,10 @@ class Serving:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_HEADER_NBYTES)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # says whether there is a connection
         try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
+            bind(self._socket, address, "address")
+        except BaseException:
             self._socket.close(0)
-            raise WorldError(
-                f"world: address is {address!r}, but this process cannot listen at it ({error.strerror}). Give a free "
-                "address of this host, tcp://host:port or ipc://path."
-            ) from None
+            raise
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._complaints = Complaints("a message")
         self._nudge = Wake()
@@ -72,7 +69,7 @@ class Serving:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._nudge.fileno(), zmq.POLLIN)
-        tick = time.monotonic()
+        tick = turn = time.monotonic()
         while not self._stopping:
             poller.poll(max(1, int((tick - time.monotonic()) * 1000)))
             # Much of it before the clock, as after a pause nobody has been silent, but not all: strangers may send on
@@ -81,6 +78,9 @@ class Serving:
             while time.monotonic() < until and self._socket.poll(0):
                 self._receive(self._socket.recv_multipart())
             now = time.monotonic()
+            if now - turn > self._rendezvous.lost_secs / 2:  # this process was stopped, the one that it serves too
+                self._rendezvous.pardon(now)
+            turn = now
             if now >= tick:
                 self._beat(now)
                 self._send(self._rendezvous.tick(now))

@@ -19,9 +19,11 @@ log = logging.getLogger("shardfly_jax.worlds")
 
 Header = dict[str, Any]
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Both sides of a world must speak the same."""
 MAC_NBYTES = 16
+MAX_SECS = 600_000
+"""Of any wait: pyzmq and kernels count milliseconds in 31 bits, and some waits are three of these together."""
 MAX_HEADER_NBYTES = 16 << 20
 """Longer messages are not even received on control sockets."""
 
@@ -76,8 +78,8 @@ def _is_text_or_none(x: Any) -> bool:
 
 
 def is_secs(x: Any) -> bool:
-    """Whether a field holds a positive number of seconds."""
-    return isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < float("inf")
+    """Whether a field holds a positive number of seconds, at most `MAX_SECS`."""
+    return isinstance(x, int | float) and not isinstance(x, bool) and 0 < x <= MAX_SECS
 
 
 def _is_ranks(x: Any) -> bool:
@@ -90,7 +92,7 @@ def _is_by_name(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 _REGISTRATION = {"digest": is_text, "source_ranks": is_number, "target_ranks": is_number,
                  "held": lambda x: _is_ranks(x) and len(x) > 0, "replicas": _is_by_name(_is_ranks),
-                 "endpoint": is_text, "versions": _is_by_name(is_number),
+                 "endpoint": is_text, "versions": _is_by_name(is_number), "newest": is_number,
                  "confirms": lambda x: isinstance(x, bool)}  # fmt: skip
 _ATTEMPT = {"session": is_number, "epoch": is_number}
 

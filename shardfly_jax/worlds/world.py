@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import jax
 import zmq
 
 from shardfly_jax.buffers import Wanted, zeros
-from shardfly_jax.sharding.errors import RegistrationError, WorldError
+from shardfly_jax.sharding.errors import RegistrationError, WorldError, WorldLost
 from shardfly_jax.transports.choice import choose, why_not_ipc
 from shardfly_jax.worlds.closing import close_all
 from shardfly_jax.worlds.link import Link
@@ -48,14 +49,13 @@ class World:
         self.context: zmq.Context[Any] = zmq.Context()
         self._serving: Serving | None = None
         self._part: Part | None = None
-        self._heap: Heap | None = None
         self._exports: Exports | None = None
         try:
             if serve:
                 self._serving = Serving(self.context, address, self.seal, deadline_secs, lost_secs)
                 address = self._serving.address
             self.address = address
-            self.link = Link(self.context, address, self.seal, name, deadline_secs)
+            self.link = Link(self.context, address, self.seal, name, deadline_secs, serves=serve)
             atexit.register(self.close)  # so that what was said last still gets out
         except BaseException:
             if self._serving is not None:
@@ -63,17 +63,24 @@ class World:
             self.context.term()
             raise
 
+    def registering(self) -> contextlib.AbstractContextManager[None]:
+        """While this process registers a plan; nobody waits for it meanwhile."""
+        return contextlib.nullcontext()
+
     def part_of(self, session: Session) -> Part:
         """Takes part in a plan, by the fastest transport that reaches its buffers.
 
         Raises:
           RegistrationError: There is none; and as `Part`.
+          WorldLost: The world was closed.
         """
+        self._check_open()
         from shardfly_jax.worlds.part import Part, trainer_devices  # which imports the transports
 
         buffers = list(session.buffers.values())
-        filled = [shard.array for shard in buffers if shard.nbytes]  # what has no bytes is nowhere
-        shares = not filled or (self._heap is not None and all(map(self._heap.holds, filled)))
+        filled = [shard for shard in buffers if shard.nbytes]  # what has no bytes is nowhere
+        has_heap = why_not_ipc([shard.device for shard in filled]) is None
+        shares = not filled or (has_heap and all(self.heap.holds(shard.array) for shard in filled))
         known = {} if shares else {"ipc": "the buffers are an owner's; let sf.register(plan, world=...) allocate them"}
         transport, passed_over = choose(
             [*trainer_devices(session).values(), *(shard.device for shard in buffers)], known
@@ -88,7 +95,8 @@ class World:
         return Part(session, self, transport, passed_over)
 
     def allocator(self, devices: Sequence[jax.Device]) -> Callable[[Sequence[Wanted]], list[jax.Array]]:
-        """What makes the buffers of a plan on some devices."""
+        """What makes the buffers of a plan on some devices. Raises as `part_of`."""
+        self._check_open()
         if why_not_ipc(devices) is not None:
             return zeros
         return self.heap.allocate
@@ -96,11 +104,9 @@ class World:
     @property
     def heap(self) -> Heap:
         """Of GPU memory that the others can map."""
-        if self._heap is None:
-            from shardfly_jax.transports.heap import Heap
+        from shardfly_jax.transports.heap import process_heap
 
-            self._heap = Heap()
-        return self._heap
+        return process_heap()
 
     @property
     def exports(self) -> Exports:
@@ -129,13 +135,19 @@ class World:
 
     def check(self, part: Part) -> None:
         """Raises:
-        WorldError: Another plan was registered in this world since.
+        WorldLost: The world was closed.
+        WorldError: Another plan was registered in it since.
         """
+        self._check_open()
         if part is not self._part:
             raise WorldError(
                 f"world: plan {part.session.digest[:12]} is no longer registered in it: a later registration took its "
-                "place, or the world was closed. Register it again."
+                "place. Register it again."
             )
+
+    def _check_open(self) -> None:
+        if self.context.closed:
+            raise WorldLost("world: it was closed in this process. sf.connect again, then register the plan.")
 
     def close(self) -> None:
         """Leaves the world, and gives back all that this process has of it, whatever of that fails.
