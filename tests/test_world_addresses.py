@@ -110,7 +110,7 @@ def test_a_host_whose_number_ends_in_zeros_is_one() -> None:
     assert "nobody answers" in str(error)
 
 
-ODD_RANKS = [5, "01", [0.5], [True], [[0]], [], [6], [-1], object()]
+ODD_RANKS = [5, "01", [0.5], [True], [[0]], [], [6], [-1], print]
 
 
 @pytest.mark.parametrize("ranks", ODD_RANKS, ids=repr)
