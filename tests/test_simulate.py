@@ -157,7 +157,6 @@ def test_a_topology_with_too_few_places_is_refused() -> None:
         ("Qwen3-30B-A3B", 8, 2, 4, 4, False),
         ("Qwen3-30B-A3B", 8, 4, 16, 4, False),
         ("Qwen3-8B", 4, 4, 32, 1, False),
-        ("Qwen3-32B", 4, 4, 32, 8, False),
         # as many bytes leave each trainer as enter each rollout: neither may wait
         ("Qwen3-8B", 2, 4, 1, 8, False),
         ("Qwen3-8B", 8, 1, 2, 4, False),
@@ -182,10 +181,14 @@ def test_a_plan_stays_within_a_tenth_of_what_any_plan_needs(
 @pytest.mark.parametrize(
     ("model", "fsdp", "trainer_tp", "replicas", "tp", "most"),
     [
-        ("Qwen3-30B-A3B", 8, 4, 192, 1, 1.1),
-        ("Qwen3-8B", 32, 4, 136, 1, 1.1),
-        # as many bytes leave each trainer as enter each host's GPUs: few roots then, in many rounds
-        ("Qwen3-30B-A3B", 2, 4, 32, 8, 1.13),
+        ("Qwen3-30B-A3B", 8, 4, 192, 1, 1.05),
+        ("Qwen3-8B", 32, 4, 136, 1, 1.05),
+        ("Qwen3-32B", 4, 4, 32, 8, 1.05),
+        # as many bytes leave each trainer as enter each host's GPUs: every NIC sends and receives all the time
+        ("Qwen3-30B-A3B", 2, 4, 32, 8, 1.05),
+        ("Qwen3-8B", 2, 4, 160, 1, 1.05),
+        ("Qwen3-8B", 2, 4, 90, 2, 1.05),
+        ("Qwen3-32B", 2, 4, 35, 4, 1.05),
     ],
 )
 def test_trees_of_hosts_keep_all_links_busy(
