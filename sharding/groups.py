@@ -66,7 +66,8 @@ class Group:
       start: Member that is the first root.
       rounds: How many parts of a layer's span the bands are spread over.
       turn: int64 [bands]; which of the roots each band has, if roots do not change from layer to layer.
-      round: int64 [bands]; the part of a layer's span in which each band is sent.
+      round: int64 [bands]; the part of a layer's span in which each band is sent. Roots begin theirs in another one,
+        as trainers have time (`schedule.begin_roots`).
       is_paced: Whether its bands are passed on at the plan's pace.
       pace: The plan's, if hosts form a tree for some of its groups.
       first_tick, ticks: At that pace, when a layer of the group begins within its layer, or among tensors outside the

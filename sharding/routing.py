@@ -19,7 +19,7 @@ from shardfly_jax.sharding.layouts import Box, box_shape
 from shardfly_jax.sharding.pace import set_pace
 from shardfly_jax.sharding.problem import Problem
 from shardfly_jax.sharding.routes import fill_hops, roots_of
-from shardfly_jax.sharding.schedule import is_layered, rounds_of
+from shardfly_jax.sharding.schedule import is_layered
 from shardfly_jax.sharding.topology import Topology
 
 BAND_NBYTES = 16 << 20
@@ -81,11 +81,11 @@ def make_groups(problem: Problem, topology: Topology | None) -> list[Group]:
         _cut_bands(group, largest, len(held), topology is not None)
     set_pace(groups, [is_layered(group, problem.families) for group in groups])
     _choose_roots(groups)
-    for index, group in enumerate(groups):
+    for group in groups:
         if not group.is_paced:  # else they are set already
             numbers, per_root = np.arange(len(group.bands)), max(len(group.bands) // group.roots, 1)
             group.turn = numbers // per_root
-            group.round = rounds_of(index * group.roots + group.turn, numbers, per_root, group.rounds)
+            group.round = numbers % per_root * group.rounds // per_root
     return groups
 
 

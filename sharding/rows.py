@@ -17,7 +17,7 @@ from shardfly_jax.sharding.moves import MoveTable
 from shardfly_jax.sharding.problem import Problem
 from shardfly_jax.sharding.quantized_rows import QuantizedRows, scales_in
 from shardfly_jax.sharding.routing import choose_sources
-from shardfly_jax.sharding.schedule import CHUNK_NBYTES, CLOSE, Place, scattered
+from shardfly_jax.sharding.schedule import CHUNK_NBYTES, CLOSE, Place, begin_roots, scattered
 from shardfly_jax.sharding.template_rows import (
     BAND,
     BLOCK,
@@ -212,7 +212,9 @@ class Rows:
         source = choose_sources(t[:, SHARD], self.holders, payload, rank, topology)
         order, layer_step, span, _ = (of_group(column)[group] for column in zip(*where, strict=True))
         rounds = of_group(g.rounds for g in groups)[group]
-        number = group * roots[group] + np.where(turns[group], 0, turn)
+        number = (np.cumsum(roots) - roots)[group] + np.where(turns[group], 0, turn)
+        reads = source >= 0
+        begin_roots(groups, number[reads], band[reads], source[reads], payload[reads])
         begin = span * np.concatenate([g.round for g in groups])[place] // rounds
         lasts = span // rounds
         chunks = np.maximum(payload // count // CHUNK_NBYTES, 1)

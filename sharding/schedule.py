@@ -3,10 +3,10 @@
 The order line has `LENGTH` numbers. Layer after layer takes an equal part of it; inside a layer the tensors follow each
 other by size, largest first and scales last, each over a part proportional to its bytes. Tensors outside the layers
 ride along over the first three quarters of the line, so that there is time to pass them on. All ranks that receive the
-same kind of tensor do so at the same place, bands of all roots together. Where in its run of bands a root begins, and
-when in a round a trainer sends to it, is scattered: no receiver is hit by all at once, and no trainer waits while
-others send. A forward follows what it forwards by a lag per hop. Every dependency points to a smaller number: the order
-is a linear extension.
+same kind of tensor do so at the same place, bands of all roots together. Each root begins its run of bands where no
+trainer waits while others send (`begin_roots`), and when in a round a trainer sends to it is scattered: no receiver is
+hit by all at once. A forward follows what it forwards by a lag per hop. Every dependency points to a smaller number:
+the order is a linear extension.
 
 Where hosts form trees, tensors take ticks instead, and those outside the layers come first: see `pace`.
 """
@@ -44,21 +44,46 @@ def scattered(number: np.ndarray | int, room: np.ndarray | int) -> np.ndarray:
     return np.asarray(number) * 40503 % (1 << 16) * room >> 16
 
 
-def rounds_of(
-    number: np.ndarray | int, band: np.ndarray, per_root: np.ndarray | int, rounds: np.ndarray | int
-) -> np.ndarray:
-    """In which of a layer's rounds each band is sent.
+def begin_roots(
+    groups: Sequence[Group], root: np.ndarray, band: np.ndarray, source: np.ndarray, nbytes: np.ndarray
+) -> None:
+    """Turns each root's run of bands, so that it begins in another round and goes round.
 
-    Equal places of the roots' runs of bands often lie in the shards of the same few trainers, so every root begins at
-    another place of its run.
+    Equal places of runs often lie in the shards of the same few trainers. So each root begins where those that it reads
+    from serve the roots before it the least; where that is all the same, roots are scattered.
 
     Args:
-      number: Of the band's root among all.
-      band: Number within its group.
-      per_root: Bands of each root: equal runs.
-      rounds: See `Group.rounds`.
+      groups: All. Those that have a pace stay as they are.
+      root: Of each row that reads from a trainer, its root, counted over all groups.
+      band: Of each row, its number within its group.
+      source, nbytes: Trainer rank and bytes of each row.
     """
-    return (band % per_root * rounds // per_root + scattered(number, rounds)) % rounds
+    kinds: dict[tuple[object, ...], list[tuple[int, Group]]] = {}
+    first = 0
+    for group in groups:
+        if group.rounds > 1 and not group.is_paced:
+            kinds.setdefault((group.expr, group.layers, group.cuts, group.rounds), []).append((first, group))
+        first += group.roots
+    rows = np.argsort(root, kind="stable")
+    edges = np.searchsorted(root[rows], np.arange(first + 1))
+    trainers = int(source.max(initial=0)) + 1
+    for members in kinds.values():
+        rounds = members[0][1].rounds
+        served = np.zeros((rounds, trainers), np.int64)
+        for start, group in members:
+            begins = np.zeros(group.roots, np.int64)
+            for turn in range(group.roots):
+                number = start + turn
+                of_root = rows[edges[number] : edges[number + 1]]
+                place, at = np.unique(group.round[band[of_root]] * trainers + source[of_root], return_inverse=True)
+                kib = np.bincount(at, nbytes[of_root] >> 10).astype(np.int64)
+                round_, trainer = place // trainers, place % trainers
+                choices = (scattered(number, rounds) + np.arange(rounds)) % rounds
+                cost = served[(round_ + choices[:, None]) % rounds, trainer] @ kib
+                snug = np.roll(cost, 1) + np.roll(cost, -1)  # of places that cost the same, the one without gaps
+                begins[turn] = choices[np.lexsort((-snug, cost))[0]]
+                served[(round_ + begins[turn]) % rounds, trainer] += kib
+            group.round = (group.round + begins[group.turn]) % rounds
 
 
 class Place(NamedTuple):

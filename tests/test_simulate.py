@@ -154,6 +154,8 @@ def test_a_topology_with_too_few_places_is_refused() -> None:
         ("Qwen3-30B-A3B", 2, 2, 2, 2, False),
         ("Qwen3-30B-A3B", 4, 2, 1, 8, False),
         ("Qwen3-30B-A3B", 4, 2, 4, 2, False),
+        ("Qwen3-30B-A3B", 4, 2, 2, 4, False),  # two ranks side by side need what the same four trainers hold
+        ("Qwen3-30B-A3B", 8, 1, 2, 4, False),
         ("Qwen3-30B-A3B", 8, 2, 4, 4, False),
         ("Qwen3-30B-A3B", 8, 4, 16, 4, False),
         ("Qwen3-8B", 4, 4, 32, 1, False),
