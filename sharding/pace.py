@@ -22,6 +22,7 @@ import numpy as np
 from shardfly_jax.sharding.groups import SMALLEST_BAND_NBYTES, Group, Pace, band_boxes, bands_of
 from shardfly_jax.sharding.language import Expr
 from shardfly_jax.sharding.schedule import SLOTS, reads_scales, scattered
+from shardfly_jax.sharding.topology import Topology
 
 MAX_FORWARDS = 1 << 20
 """Rows of forwards in a table, about: bands are at least as large as that takes."""
@@ -51,17 +52,23 @@ class _Kind:
         return max((group for group in self.groups if group.is_wide), key=lambda g: g.box_nbytes, default=None)
 
     @property
+    def layers(self) -> tuple[int, int]:
+        """First layer, and one past the last."""
+        return min(group.layers[0] for group in self.groups), max(group.layers[1] for group in self.groups)
+
+    @property
     def nic_nbytes(self) -> Fraction:
         """What one layer brings over each NIC of a host."""
         return max(Fraction(group.box_nbytes, max(group.sizes)) for group in self.groups)
 
 
-def set_pace(groups: Sequence[Group], layered: Sequence[bool]) -> None:
+def set_pace(groups: Sequence[Group], layered: Sequence[bool], topology: Topology) -> None:
     """Sets bands, turns and rounds of groups whose hosts form a tree, and the pace of a plan that has such groups.
 
     Args:
       groups: With their members; those of other hosts banded already.
       layered: Whether what each needs is in layers.
+      topology: Where ranks are.
     """
     if not any(group.is_wide for group in groups):
         return
@@ -71,30 +78,38 @@ def set_pace(groups: Sequence[Group], layered: Sequence[bool]) -> None:
         if is_layered or (group.is_wide and not reads_scales(group.expr)):
             (inside if is_layered else outside).setdefault(group.expr, _Kind([])).groups.append(group)
     order = sorted(inside, key=lambda expr: (reads_scales(expr), -inside[expr].nic_nbytes))
-    layers = (
-        min((g.layers[0] for kind in inside.values() for g in kind.groups), default=0),
-        max((g.layers[1] for kind in inside.values() for g in kind.groups), default=0),
-    )
+    spans = [kind.layers for kind in inside.values()]
+    layers = (min((lo for lo, _ in spans), default=0), max((hi for _, hi in spans), default=0))
     rows = sum(len(group.members) * group.box_nbytes for group in groups if group.is_wide)
-    tick = _tick_nbytes(rows, [inside[expr] for expr in order], list(outside.values()), layers[1] - layers[0])
+    tick = _tick_nbytes(rows, [inside[expr] for expr in order], list(outside.values()))
     per_layer = _in_turn([inside[expr] for expr in order], tick)
     front = 0
     for kind in outside.values():
         front += _in_turn([kind], tick, front)
     for group in groups:
         group.pace = Pace(front, per_layer, layers)
+        if group.is_paced:
+            group.start = _start(group, topology)
 
 
-def _tick_nbytes(rows_nbytes: int, layer: Sequence[_Kind], outside: Sequence[_Kind], layers: int) -> Fraction:
+def _start(group: Group, topology: Topology) -> int:
+    """The member that is the first root: trees whose entries are on the same GPUs of their hosts lie alike for all groups.
+
+    Else a host would pass on tensors that follow each other at other times than those whom it feeds.
+    """
+    gpu = int(topology.gpu(np.array([group.members[0][1]]))[0]) % topology.gpus_per_host
+    return sum(group.sizes[: gpu * len(group.sizes) // (2 * topology.gpus_per_host)])
+
+
+def _tick_nbytes(rows_nbytes: int, layer: Sequence[_Kind], outside: Sequence[_Kind]) -> Fraction:
     """What a tick brings over each NIC: two bands.
 
     Args:
       rows_nbytes: Bytes of one layer of all members of groups whose hosts form a tree: of that many bytes per row.
       layer, outside: Kinds in layers, the largest first, and others.
-      layers: How many layers there are.
     """
     once = sum((kind.nic_nbytes for kind in layer), Fraction(0))
-    total = once * layers + sum((kind.nic_nbytes for kind in outside), Fraction(0))
+    total = sum((kind.nic_nbytes * (kind.layers[1] - kind.layers[0]) for kind in (*layer, *outside)), Fraction(0))
     least = max(Fraction(2 * rows_nbytes, MAX_FORWARDS), Fraction(2 * SMALLEST_BAND_NBYTES))
     tick = max(min(Fraction(2 * BAND_NBYTES), total / SLOTS), least)
     if tick < total / SLOTS < 2 * tick:  # a slot with two ticks would be followed by one with one
@@ -135,25 +150,27 @@ def _in_turn(kinds: Sequence[_Kind], tick: Fraction, at: int = 0) -> int:
       at: The first tick.
     """
     first, begin, turns, edge = at, 0, 1, Fraction(0)  # `begin` of the tick's `turns` are taken
+    ends: list[tuple[tuple[int, int], tuple[int, int, int]]] = []  # of kinds before, by their layers
     for kind in kinds:
+        layers = kind.layers
+        beside = [end for (lo, hi), end in ends if lo < layers[1] and layers[0] < hi]
+        at, begin, turns = max(beside, key=lambda end: Fraction(end[1], end[2]) + end[0], default=(first, 0, 1))
         here, edge = edge, edge + kind.nic_nbytes / tick
         paced = _cut(kind, here, edge)
-        if not paced:
-            ticks = round(edge) - round(here)
-            for group in kind.groups:
-                group.first_tick, group.ticks = at, max(ticks, 1)
-            at += ticks
-            continue
-        if begin and paced[0].trees != turns:
-            at, begin = at + 1, 0
-        turns = paced[0].trees
-        end = begin + max(len(group.bands) for group in paced)
+        if paced:
+            if begin and paced[0].trees != turns:
+                at, begin = at + 1, 0
+            turns = paced[0].trees
+            end = begin + max(len(group.bands) for group in paced)
+            ticks = -(-end // turns)
+        else:
+            end, ticks = turns * (round(edge) - round(here)) + begin, round(edge) - round(here)
         for group in kind.groups:
-            group.first_tick, group.ticks = at, -(-end // turns)
+            group.first_tick, group.ticks = at, max(ticks, 1)
         for group in paced:
             _pass(group, begin)
-        at, begin = at + end // turns, end % turns
-    return at + (begin > 0) - first
+        ends.append((layers, (at + end // turns, end % turns, turns)))
+    return max((at + (begin > 0) for _, (at, begin, _) in ends), default=first) - first
 
 
 def _cuts_evenly(group: Group, count: int) -> bool:
