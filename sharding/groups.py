@@ -18,23 +18,39 @@ SMALLEST_BAND_NBYTES = 64 << 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Pace:
-    """The pace at which trees of hosts pass on: see `pace`.
+class Pass:
+    """One pass over the layers, of tensors whose trees are alike.
 
     Attributes:
-      front: Ticks before the first layer, in which tensors outside the layers are passed on.
       per_layer: Ticks of each layer.
       layers: First layer, and one past the last.
     """
 
-    front: int
     per_layer: int
     layers: tuple[int, int]
 
     @property
     def ticks(self) -> int:
+        """Of all layers."""
+        return self.per_layer * (self.layers[1] - self.layers[0])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pace:
+    """The pace at which trees of hosts pass on: see `pace`.
+
+    Attributes:
+      front: Ticks before the first layer, in which tensors outside the layers are passed on.
+      passes: In order.
+    """
+
+    front: int
+    passes: tuple[Pass, ...]
+
+    @property
+    def ticks(self) -> int:
         """Of an update."""
-        return self.front + self.per_layer * (self.layers[1] - self.layers[0])
+        return self.front + sum(one.ticks for one in self.passes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,7 +86,8 @@ class Group:
         as trainers have time (`schedule.begin_roots`).
       is_paced: Whether its bands are passed on at the plan's pace.
       pace: The plan's, if hosts form a tree for some of its groups.
-      first_tick, ticks: At that pace, when a layer of the group begins within its layer, or among tensors outside the
+      pass_: Which of the pace's passes a group in layers is part of.
+      first_tick, ticks: When a layer of the group begins within a layer of its pass, or among tensors outside the
         layers, and how long it takes; no ticks if it rides along.
     """
 
@@ -91,6 +108,7 @@ class Group:
     round: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(1, np.int64))
     is_paced: bool = False
     pace: Pace | None = None
+    pass_: int = 0
     first_tick: int = 0
     ticks: int = 0
 
@@ -111,7 +129,7 @@ class Group:
 
     @property
     def is_wide(self) -> bool:
-        """Whether its hosts form a tree."""
+        """Whether it has so many hosts that they form a tree."""
         return len(self.sizes) > LONGEST_CHAIN
 
     @property
@@ -128,7 +146,7 @@ class Group:
     def route(self) -> Route:
         """Who passes on to whom, turn by turn."""
         tiny = max(band.size for band in self.bands) * self.itemsize <= SMALLEST_BAND_NBYTES
-        return route(self.sizes, self.start, self.roots, tiny)
+        return route(self.sizes, self.start, self.roots, tiny, self.is_paced)
 
 
 def band_boxes(group: Group, count: int) -> list[Box]:

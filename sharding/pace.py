@@ -5,7 +5,8 @@ members in a host, each member entry of two: inside of one and at the end of the
 half of the hosts apart. A *tick* passes on one band along each tree; every NIC receives two and sends two, and in each
 host all GPUs pass on alike. What a host passes on in a tick left the trainers a tick per hop earlier, and all wait for
 whoever has the largest bands under way. So all tensors have bands of about one size, one after the other without
-gaps, and those outside the layers come before all layers.
+gaps, and those outside the layers come before all layers. Tensors whose trees are not alike, as of experts that fewer
+hosts share, take passes over the layers of their own: at each change hosts would wait for each other.
 
 Two trees: Sanders, Speck, Träff, Two-tree algorithms for full bandwidth broadcast, reduction and scan (2009).
 """
@@ -19,9 +20,10 @@ from fractions import Fraction
 
 import numpy as np
 
-from shardfly_jax.sharding.groups import SMALLEST_BAND_NBYTES, Group, Pace, band_boxes, bands_of
+from shardfly_jax.sharding.groups import SMALLEST_BAND_NBYTES, Group, Pace, Pass, band_boxes, bands_of
 from shardfly_jax.sharding.language import Expr
 from shardfly_jax.sharding.schedule import SLOTS, reads_scales, scattered
+from shardfly_jax.sharding.topology import Topology
 
 MAX_FORWARDS = 1 << 20
 """Rows of forwards in a table, about: bands are at least as large as that takes."""
@@ -47,8 +49,19 @@ class _Kind:
 
     @property
     def widest(self) -> Group | None:
-        """The one with the largest box of those whose hosts form a tree; None without such."""
-        return max((group for group in self.groups if group.is_wide), key=lambda g: g.box_nbytes, default=None)
+        """The one with the largest box of those that have several hosts; None without such."""
+        return max((group for group in self.groups if len(group.sizes) > 1), key=lambda g: g.box_nbytes, default=None)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Hosts, and members in each."""
+        largest = max(self.groups, key=lambda group: group.box_nbytes)
+        return len(largest.sizes), max(largest.sizes)
+
+    @property
+    def layers(self) -> tuple[int, int]:
+        """First layer, and one past the last."""
+        return min(group.layers[0] for group in self.groups), max(group.layers[1] for group in self.groups)
 
     @property
     def nic_nbytes(self) -> Fraction:
@@ -56,12 +69,15 @@ class _Kind:
         return max(Fraction(group.box_nbytes, max(group.sizes)) for group in self.groups)
 
 
-def set_pace(groups: Sequence[Group], layered: Sequence[bool]) -> None:
-    """Sets bands, turns and rounds of groups whose hosts form a tree, and the pace of a plan that has such groups.
+def set_pace(groups: Sequence[Group], layered: Sequence[bool], topology: Topology) -> None:
+    """Sets the pace of a plan in which hosts form a tree for some group, and bands, turns and rounds of its groups.
+
+    Groups of several hosts, but few enough for a chain, form trees there too.
 
     Args:
-      groups: With their members; those of other hosts banded already.
+      groups: With their members and bands.
       layered: Whether what each needs is in layers.
+      topology: Where ranks are.
     """
     if not any(group.is_wide for group in groups):
         return
@@ -71,30 +87,47 @@ def set_pace(groups: Sequence[Group], layered: Sequence[bool]) -> None:
         if is_layered or (group.is_wide and not reads_scales(group.expr)):
             (inside if is_layered else outside).setdefault(group.expr, _Kind([])).groups.append(group)
     order = sorted(inside, key=lambda expr: (reads_scales(expr), -inside[expr].nic_nbytes))
-    layers = (
-        min((g.layers[0] for kind in inside.values() for g in kind.groups), default=0),
-        max((g.layers[1] for kind in inside.values() for g in kind.groups), default=0),
-    )
-    rows = sum(len(group.members) * group.box_nbytes for group in groups if group.is_wide)
-    tick = _tick_nbytes(rows, [inside[expr] for expr in order], list(outside.values()), layers[1] - layers[0])
-    per_layer = _in_turn([inside[expr] for expr in order], tick)
+    rows = sum(len(group.members) * group.box_nbytes for group in groups if len(group.sizes) > 1)
+    tick = _tick_nbytes(rows, [inside[expr] for expr in order], list(outside.values()))
+    passes: dict[tuple[bool, tuple[int, int], tuple[int, int]], list[_Kind]] = {}
+    for expr in order:
+        kind = inside[expr]
+        key = (reads_scales(expr), kind.layers, kind.shape)
+        if round(2 * kind.shape[1] * kind.nic_nbytes / tick) == 0:  # too small for bands: with others of its layers
+            key = next((other for other in passes if other[:2] == key[:2]), key)
+        passes.setdefault(key, []).append(kind)
+    made: list[Pass] = []
+    for key, kinds in sorted(passes.items(), key=lambda item: item[0][0]):
+        for group in (group for kind in kinds for group in kind.groups):
+            group.pass_ = len(made)
+        made.append(Pass(max(_in_turn(kinds, tick), 1), key[1]))
     front = 0
     for kind in outside.values():
         front += _in_turn([kind], tick, front)
     for group in groups:
-        group.pace = Pace(front, per_layer, layers)
+        group.pace = Pace(front, tuple(made))
+        if group.is_paced:
+            group.start = _start(group, topology)
 
 
-def _tick_nbytes(rows_nbytes: int, layer: Sequence[_Kind], outside: Sequence[_Kind], layers: int) -> Fraction:
+def _start(group: Group, topology: Topology) -> int:
+    """The member that is the first root: trees that enter hosts by the same GPU lie alike for all groups.
+
+    Else a host would pass on one tensor earlier than others, and the next one later.
+    """
+    gpu = int(topology.gpu(np.array([group.members[0][1]]))[0]) % topology.gpus_per_host
+    return sum(group.sizes[: gpu * len(group.sizes) // (2 * topology.gpus_per_host)])
+
+
+def _tick_nbytes(rows_nbytes: int, layer: Sequence[_Kind], outside: Sequence[_Kind]) -> Fraction:
     """What a tick brings over each NIC: two bands.
 
     Args:
-      rows_nbytes: Bytes of one layer of all members of groups whose hosts form a tree: of that many bytes per row.
+      rows_nbytes: Bytes of one layer of all members of groups of several hosts.
       layer, outside: Kinds in layers, the largest first, and others.
-      layers: How many layers there are.
     """
     once = sum((kind.nic_nbytes for kind in layer), Fraction(0))
-    total = once * layers + sum((kind.nic_nbytes for kind in outside), Fraction(0))
+    total = sum((kind.nic_nbytes * (kind.layers[1] - kind.layers[0]) for kind in (*layer, *outside)), Fraction(0))
     least = max(Fraction(2 * rows_nbytes, MAX_FORWARDS), Fraction(2 * SMALLEST_BAND_NBYTES))
     tick = max(min(Fraction(2 * BAND_NBYTES), total / SLOTS), least)
     if tick < total / SLOTS < 2 * tick:  # a slot with two ticks would be followed by one with one
@@ -138,21 +171,16 @@ def _in_turn(kinds: Sequence[_Kind], tick: Fraction, at: int = 0) -> int:
     for kind in kinds:
         here, edge = edge, edge + kind.nic_nbytes / tick
         paced = _cut(kind, here, edge)
-        if not paced:
-            ticks = round(edge) - round(here)
-            for group in kind.groups:
-                group.first_tick, group.ticks = at, max(ticks, 1)
-            at += ticks
-            continue
-        if begin and paced[0].trees != turns:
-            at, begin = at + 1, 0
-        turns = paced[0].trees
-        end = begin + max(len(group.bands) for group in paced)
+        if paced and paced[0].trees != turns:
+            at, begin, turns = at + (begin > 0), 0, paced[0].trees
+        end = begin + max((len(group.bands) for group in paced), default=0)
         for group in kind.groups:
-            group.first_tick, group.ticks = at, -(-end // turns)
+            group.first_tick, group.ticks = at, max(-(-end // turns), 1)
         for group in paced:
             _pass(group, begin)
         at, begin = at + end // turns, end % turns
+        if not paced:
+            at += round(edge) - round(here)
     return at + (begin > 0) - first
 
 
@@ -164,7 +192,7 @@ def _cuts_evenly(group: Group, count: int) -> bool:
 
 
 def _cut(kind: _Kind, begin: Fraction, end: Fraction) -> list[Group]:
-    """Cuts groups whose hosts form a tree into as many bands as pass on from one tick to another, about.
+    """Cuts groups of several hosts into about as many bands as pass on from one tick to another.
 
     Returns:
       Those that have any. Others, of too few bytes, are passed on whole.
@@ -173,7 +201,7 @@ def _cut(kind: _Kind, begin: Fraction, end: Fraction) -> list[Group]:
     for group in kind.groups:
         wanted = round(end * group.trees) - round(begin * group.trees)
         wanted = min(wanted, group.box_nbytes // SMALLEST_BAND_NBYTES)
-        if group.is_wide and wanted > 0:
+        if len(group.sizes) > 1 and wanted > 0:
             even = next((count for count in range(wanted, 1, -1) if _cuts_evenly(group, count)), 1)
             group.bands = bands_of(group, band_boxes(group, even))
             group.roots, group.is_paced = group.trees, True

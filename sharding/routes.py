@@ -60,7 +60,7 @@ def _entry(size: np.ndarray, start: np.ndarray, turn: np.ndarray, turns: int) ->
 
 
 @functools.lru_cache(maxsize=4096)
-def route(sizes: tuple[int, ...], start: int, turns: int, shallow: bool) -> Route:
+def route(sizes: tuple[int, ...], start: int, turns: int, shallow: bool, host_trees: bool = False) -> Route:
     """The routes of a group.
 
     Args:
@@ -68,6 +68,7 @@ def route(sizes: tuple[int, ...], start: int, turns: int, shallow: bool) -> Rout
       start: Member that is the first root.
       turns: How many roots there are.
       shallow: Trees even where chains are short: for bytes so few that latency counts more than links.
+      host_trees: Trees of hosts even where chains are short.
     """
     n, m = len(sizes), sum(sizes)
     longest = 2 if shallow else LONGEST_CHAIN
@@ -77,7 +78,7 @@ def route(sizes: tuple[int, ...], start: int, turns: int, shallow: bool) -> Rout
     start_host = int(np.searchsorted(first, start, side="right")) - 1
     host_place = (np.arange(n) - start_host - turn * n // turns) % n
     entry = first + _entry(size, np.array(start - first[start_host]), turn, turns)
-    host_before, host_depth = _before(host_place, n <= longest)
+    host_before, host_depth = _before(host_place, n <= (2 if host_trees else longest))
     before_host = (host_before + start_host + turn * n // turns) % n
     host = np.repeat(np.arange(n), size)
     place = (np.arange(m) - entry[:, host]) % size[host]

@@ -79,7 +79,8 @@ def make_groups(problem: Problem, topology: Topology | None) -> list[Group]:
     largest = max(held.values(), default=1)
     for group in groups:
         _cut_bands(group, largest, len(held), topology is not None)
-    set_pace(groups, [is_layered(group, problem.families) for group in groups])
+    if topology is not None:
+        set_pace(groups, [is_layered(group, problem.families) for group in groups], topology)
     _choose_roots(groups)
     for group in groups:
         if not group.is_paced:  # else they are set already
@@ -139,7 +140,7 @@ def _choose_roots(groups: list[Group]) -> None:
     """Sets every group's `start` so that its roots fall on the least loaded members, large groups first."""
     load = np.zeros(max((rank for group in groups for _, rank in group.members), default=0) + 1, np.int64)
     for group in sorted(groups, key=lambda g: -g.box_nbytes * g.n_layers):
-        if group.is_paced:  # their trees complement each other only if they begin at one member
+        if group.is_paced:
             continue
         ranks = np.array([rank for _, rank in group.members])
         turn = np.arange(group.roots)

@@ -124,12 +124,14 @@ def places(groups: Sequence[Group], families: Sequence[Family]) -> list[Place]:
     out = []
     for group in groups:
         if group.pace is not None and group.ticks:
-            tick, step = _lengths(group.pace)
+            tick, steps = _lengths(group.pace)
             lag = tick * -(-LAG // tick) if group.is_paced else LAG
-            order, per_layer = EDGE + group.first_tick * tick, LENGTH
+            order, step = EDGE + group.first_tick * tick, LENGTH
             if is_layered(group, families):
-                order, per_layer = order + group.pace.front * tick + (group.layers[0] - first) * step, step
-            out.append(Place(order, per_layer, group.ticks * tick, lag))
+                passes, step = group.pace.passes, steps[group.pass_]
+                order += group.pace.front * tick + (group.layers[0] - passes[group.pass_].layers[0]) * step
+                order += sum((p.layers[1] - p.layers[0]) * steps[k] for k, p in enumerate(passes[: group.pass_]))
+            out.append(Place(order, step, group.ticks * tick, lag))
         elif is_layered(group, families):
             before, nbytes = starts[group.expr]
             order = (group.layers[0] - first) * layer + layer * before // total
@@ -141,22 +143,25 @@ def places(groups: Sequence[Group], families: Sequence[Family]) -> list[Place]:
     return out
 
 
-def _lengths(pace: Pace) -> tuple[int, int]:
-    """Lengths of a tick and of a layer on the order line.
+def _lengths(pace: Pace) -> tuple[int, list[int]]:
+    """Lengths of a tick, and of a layer in each pass, on the order line.
 
     A layer is whole `LAG`s and a `LAG` whole ticks, where that is possible: ticks lie alike in all layers.
     """
-    layers = pace.layers[1] - pace.layers[0]
     parts = -(-(pace.ticks + 1) // SLOTS)
-    slots = -(-pace.per_layer // parts)
-    if parts > 1 and (pace.front + 1) // parts + 1 + layers * slots <= SLOTS:
-        return LAG // parts, slots * LAG
+    if parts > 1:
+        tick = LAG // parts
+        steps = [-(-p.per_layer // parts) * LAG if p.per_layer >= parts else p.per_layer * tick for p in pace.passes]
+        layers = sum((p.layers[1] - p.layers[0]) * step for p, step in zip(pace.passes, steps, strict=True))
+        if (pace.front + 1) * tick + layers <= LENGTH:
+            return tick, steps
     tick = LENGTH // (pace.ticks + 1)
-    step = tick * pace.per_layer
-    if step < LAG:
-        return tick, step
-    step = step // LAG * LAG
-    return step // pace.per_layer, step
+    if pace.passes and (step := tick * pace.passes[0].per_layer) >= LAG:
+        tick = step // LAG * LAG // pace.passes[0].per_layer
+    steps = [p.per_layer * tick for p in pace.passes]
+    if steps and -steps[0] % LAG < pace.passes[0].per_layer:  # but for what is lost to rounding
+        steps[0] += -steps[0] % LAG
+    return tick, steps
 
 
 def reads_scales(expr: Expr) -> bool:
