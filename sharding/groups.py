@@ -11,7 +11,7 @@ import numpy as np
 
 from shardfly_jax.sharding.language import Expr, quantized
 from shardfly_jax.sharding.layouts import Box, box_shape
-from shardfly_jax.sharding.routes import LONGEST_CHAIN, Route, route
+from shardfly_jax.sharding.routes import LONGEST_HOST_CHAIN, Route, route
 
 SMALLEST_BAND_NBYTES = 64 << 10
 """Boxes are cut so that several members are roots at once, down to bands of this size."""
@@ -130,7 +130,7 @@ class Group:
     @property
     def is_wide(self) -> bool:
         """Whether it has so many hosts that they form a tree."""
-        return len(self.sizes) > LONGEST_CHAIN
+        return len(self.sizes) > LONGEST_HOST_CHAIN
 
     @property
     def trees(self) -> int:

@@ -16,7 +16,7 @@ from shardfly_jax.sharding.language import src
 from shardfly_jax.sharding.layouts import Layout
 from shardfly_jax.sharding.mapping import Mapping
 from shardfly_jax.sharding.problem import TargetTree
-from shardfly_jax.sharding.routes import LONGEST_CHAIN, fill_hops, roots_of, route
+from shardfly_jax.sharding.routes import LONGEST_CHAIN, LONGEST_HOST_CHAIN, fill_hops, roots_of, route
 from shardfly_jax.sharding.routing import MAX_ROOTS
 from shardfly_jax.sharding.topology import pools, preset
 
@@ -44,10 +44,10 @@ def test_bytes_reach_every_member_from_one_that_has_them(
         assert np.bincount(giver[rest]).max(initial=0) <= 4
 
 
-@pytest.mark.parametrize(("hosts", "per_host"), [*itertools.product((1, 2, 4, 16, 18, 128), (1, 2, 4, 8))])
+@pytest.mark.parametrize(("hosts", "per_host"), [*itertools.product((1, 2, 3, 4, 18, 128), (1, 2, 4, 8))])
 def test_over_the_turns_every_nic_brings_and_takes_its_part(hosts: int, per_host: int) -> None:
     members = hosts * per_host
-    turns = min(MAX_ROOTS, members) if hosts <= LONGEST_CHAIN else 2 * per_host
+    turns = min(MAX_ROOTS, members) if hosts <= LONGEST_HOST_CHAIN else 2 * per_host
     found = route((per_host,) * hosts, 0, turns, False)
     host = np.arange(members) // per_host
     ingress, egress = np.zeros(members), np.zeros(members)
@@ -66,7 +66,7 @@ def test_trees_of_hosts_bring_every_byte_to_every_replica_once(
 ) -> None:
     for module in (groups, pace):
         monkeypatch.setattr(module, "SMALLEST_BAND_NBYTES", 16)
-    hosts = LONGEST_CHAIN + 2
+    hosts = LONGEST_HOST_CHAIN + 2
     arrays = {f"h.{k}.w": fill(rng, (64, 32), "float32") for k in range(3)} | {"embed": fill(rng, (256, 16), "float32")}
     sources, targets = {}, {}
     for name, x in arrays.items():
@@ -88,8 +88,9 @@ def trees_of_few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Two hosts form a tree already, and a few bytes are a band."""
     for module in (groups, pace, routing):
         monkeypatch.setattr(module, "SMALLEST_BAND_NBYTES", 4)
+    monkeypatch.setattr(routes, "LONGEST_CHAIN", 1)
     for module in (groups, routes):
-        monkeypatch.setattr(module, "LONGEST_CHAIN", 1)
+        monkeypatch.setattr(module, "LONGEST_HOST_CHAIN", 1)
     route.cache_clear()  # type: ignore[attr-defined]
     yield
     route.cache_clear()  # type: ignore[attr-defined]
@@ -116,8 +117,10 @@ def test_trees_bring_every_byte_once_for_every_sharding(random: Callable[[], st.
 
 
 def test_long_chains_become_trees() -> None:
-    assert route((1,) * LONGEST_CHAIN, 0, 1, False).depth.max() == LONGEST_CHAIN - 1
+    assert route((LONGEST_CHAIN,), 0, 1, False).depth.max() == LONGEST_CHAIN - 1
+    assert route((LONGEST_CHAIN + 1,), 0, 1, False).depth.max() == 4
+    assert route((1,) * LONGEST_HOST_CHAIN, 0, 1, False).depth.max() == LONGEST_HOST_CHAIN - 1
     assert route((1,) * 128, 0, 1, False).depth.max() == 7
     assert route((8,) * 128, 0, 1, False).depth.max() == 7 + 7
     assert route((1,) * 8, 0, 1, True).depth.max() == 3
-    assert [fill_hops(sizes) for sizes in ((1,) * 8, (8, 8), (1,) * 128)] == [7, 1 + 7, 14]
+    assert [fill_hops(sizes) for sizes in ((8,), (8, 8), (1,) * 128)] == [7, 1 + 7, 14]

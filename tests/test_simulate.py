@@ -18,6 +18,7 @@ import shardfly_jax as sf
 from shardfly_jax.sharding.baselines import gather_broadcast_secs, shard_to_shard_secs
 from shardfly_jax.sharding.bounds import needs_of
 from shardfly_jax.sharding.rates import MEMORY, NVLINK, measured, measured_stores
+from shardfly_jax.sharding.routes import LONGEST_HOST_CHAIN
 from shardfly_jax.sharding.topology import Topology, pools, preset
 
 ROOT = Path(__file__).parents[1]
@@ -174,8 +175,9 @@ def test_a_plan_stays_within_a_tenth_of_what_any_plan_needs(
     plan, topology = qwen(model, fsdp, trainer_tp, replicas, tp, expert_parallel=expert_parallel)
     predicted = plan.simulate(topology)
     assert 0.999 <= predicted.schedule_ratio <= 1.1
-    first_hop = plan.first_hop_nbytes
-    assert first_hop.max() <= 1.1 * first_hop.mean()
+    if replicas * tp <= 8 * LONGEST_HOST_CHAIN:  # more hosts form trees, whose first two get all from the trainers
+        first_hop = plan.first_hop_nbytes
+        assert first_hop.max() <= 1.1 * first_hop.mean()
     assert plan.egress_nbytes * replicas == pytest.approx(plan.broadcast_nbytes, rel=1e-3)
     assert np.trace(plan.traffic()) == 0
 
