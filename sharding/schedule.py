@@ -32,6 +32,8 @@ EDGE = LAG >> 12
 """At a plan's pace (`pace`), ticks begin a little behind multiples of `LAG`, so that none lies on both sides of one."""
 CLOSE = LAG >> 13
 """Within a tick trainers send almost at once, in a scattered order: ticks follow each other closely enough."""
+MOST_BEGINS = 64
+"""Rounds that are tried for the beginning of a run of bands."""
 CHUNK_NBYTES = 4 << 20
 """Executors cut long runs into chunks of about this size and interleave them."""
 
@@ -47,13 +49,14 @@ def scattered(number: np.ndarray | int, room: np.ndarray | int) -> np.ndarray:
 def begin_roots(
     groups: Sequence[Group], root: np.ndarray, band: np.ndarray, source: np.ndarray, nbytes: np.ndarray
 ) -> None:
-    """Turns each root's run of bands, so that it begins in another round and goes round.
+    """Turns runs of bands: they begin in another round and go round.
 
-    Equal places of runs often lie in the shards of the same few trainers. So each root begins where those that it reads
-    from serve the roots before it the least; where that is all the same, roots are scattered.
+    Equal places of runs often lie in the shards of the same few trainers. So each root's run begins where the trainers
+    that it reads from serve those before it the least; where that is all the same, runs are scattered. At a plan's pace
+    the runs of all roots of a group are turned together, through the rounds in which each of them has a band.
 
     Args:
-      groups: All. Those that have a pace stay as they are.
+      groups: All; their `round` is set.
       root: Of each row that reads from a trainer, its root, counted over all groups.
       band: Of each row, its number within its group.
       source, nbytes: Trainer rank and bytes of each row.
@@ -61,29 +64,35 @@ def begin_roots(
     kinds: dict[tuple[object, ...], list[tuple[int, Group]]] = {}
     first = 0
     for group in groups:
-        if group.rounds > 1 and not group.is_paced:
-            kinds.setdefault((group.expr, group.layers, group.cuts, group.rounds), []).append((first, group))
+        kinds.setdefault((group.expr, group.layers, group.cuts, group.rounds), []).append((first, group))
         first += group.roots
     rows = np.argsort(root, kind="stable")
     edges = np.searchsorted(root[rows], np.arange(first + 1))
     trainers = int(source.max(initial=0)) + 1
     for members in kinds.values():
-        rounds = members[0][1].rounds
-        served = np.zeros((rounds, trainers), np.int64)
+        served = np.zeros((members[0][1].rounds, trainers), np.int64)
         for start, group in members:
-            begins = np.zeros(group.roots, np.int64)
-            for turn in range(group.roots):
-                number = start + turn
-                of_root = rows[edges[number] : edges[number + 1]]
-                place, at = np.unique(group.round[band[of_root]] * trainers + source[of_root], return_inverse=True)
-                kib = np.bincount(at, nbytes[of_root] >> 10).astype(np.int64)
+            free = np.arange(group.rounds)
+            if group.is_paced:
+                free = free[np.bincount(group.round, minlength=group.rounds) == group.roots]
+            if len(free) < 2:
+                continue
+            at = np.searchsorted(free, group.round).clip(max=len(free) - 1)
+            turned = free[at] == group.round
+            begins, together = np.zeros(group.roots, np.int64), group.roots if group.is_paced else 1
+            for turn in range(0, group.roots, together):
+                of_run = rows[edges[start + turn] : edges[start + turn + together]]
+                of_run = of_run[turned[band[of_run]]]
+                place, index = np.unique(at[band[of_run]] * trainers + source[of_run], return_inverse=True)
+                kib = np.bincount(index, nbytes[of_run] >> 10).astype(np.int64)
                 round_, trainer = place // trainers, place % trainers
-                choices = (scattered(number, rounds) + np.arange(rounds)) % rounds
-                cost = served[(round_ + choices[:, None]) % rounds, trainer] @ kib
+                choices = np.arange(0, len(free), -(-len(free) // MOST_BEGINS)) + scattered(start + turn, len(free))
+                cost = served[free[(round_ + choices[:, None]) % len(free)], trainer] @ kib
                 snug = np.roll(cost, 1) + np.roll(cost, -1)  # of places that cost the same, the one without gaps
-                begins[turn] = choices[np.lexsort((-snug, cost))[0]]
-                served[(round_ + begins[turn]) % rounds, trainer] += kib
-            group.round = (group.round + begins[group.turn]) % rounds
+                begin = choices[np.lexsort((-snug, cost))[0]]
+                begins[turn : turn + together] = begin
+                served[free[(round_ + begin) % len(free)], trainer] += kib
+            group.round = np.where(turned, free[(at + begins[group.turn]) % len(free)], group.round)
 
 
 class Place(NamedTuple):

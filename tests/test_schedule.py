@@ -75,3 +75,30 @@ def test_bands_of_a_root_stay_in_their_order_and_fill_all_rounds_alike(data: st.
             assert ((group.round >= 0) & (group.round < group.rounds)).all()
         found.append([group.round.tolist() for group in groups])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("bands", "first"), [(32, 0), (37, 3), (5, 1), (3, 2)])
+def test_at_a_pace_runs_are_turned_through_their_whole_ticks_and_every_place_stays_taken_once(
+    bands: int, first: int
+) -> None:
+    """Four trees; bands lie on four trainers, a stretch on each, and eight groups need the same."""
+    trees, places = 4, first + np.arange(bands)
+    groups = []
+    for _ in range(8):
+        group = group_of(1, bands, 1)
+        group.roots, group.is_paced = trees, True
+        group.turn, group.round = places % trees, places // trees
+        group.rounds = int(group.round.max()) + 1
+        groups.append(group)
+    band = np.tile(np.arange(bands), 8)
+    root = np.repeat(np.arange(8) * trees, bands) + np.tile(places % trees, 8)
+    source = band * 4 // bands
+    begin_roots(groups, root, band, source, np.full(len(band), 1 << 20))
+    rounds = np.stack([group.round for group in groups])
+    for of_group in rounds:
+        taken = sorted(zip(of_group.tolist(), (places % trees).tolist(), strict=True))
+        assert taken == sorted(zip((places // trees).tolist(), (places % trees).tolist(), strict=True))
+    if bands == 32:  # whole ticks alone
+        served = np.zeros((8, 4), int)
+        np.add.at(served, (rounds.reshape(-1), source), 1)
+        assert (served == 8).all()
