@@ -27,8 +27,7 @@ from shardfly_jax.sharding.topology import pools
 
 TRAINERS = (2, 8, 128, 1024)
 ROLLOUT_SIZES = (2, 8, 32, 128, 1024)
-"""GPUs of a pool. 1,024 rollouts are fed by 1,024 trainers only, and DeepSeek-V3 goes from 128 to 32 or 128: from 1,024
-to 32 it takes a minute and 4.5 million moves, as both meshes cut each tensor."""
+"""GPUs of a pool."""
 MEMORY_NBYTES = {"h20": 96e9, "h100": 80e9, "h200": 141e9}
 ROLLOUTS: dict[str, list[tuple[int, bool]]] = {
     # ranks of a replica, and whether each holds whole experts (EP)
@@ -55,7 +54,9 @@ class Cell:
         replicas = self.rollouts // self.ranks
         if self.model == "DeepSeek-V3":
             sizes = deepseek.Sizes()
-            trainer = deepseek.trainer(sizes, expert=min(32, self.trainers // 8), data=max(1, self.trainers // 256))
+            fsdp = min(8, self.trainers)
+            expert = min(32, self.trainers // fsdp)
+            trainer = deepseek.trainer(sizes, expert=expert, fsdp=fsdp, data=self.trainers // fsdp // expert)
             return (
                 trainer,
                 deepseek.rollout(sizes, dp=self.ranks // 8, tp=8, replicas=replicas),
@@ -85,7 +86,6 @@ def cells() -> Iterator[Cell]:
         for rollouts in ROLLOUT_SIZES
         for ranks, expert_parallel in ways
         if ranks <= rollouts
-        if model != "DeepSeek-V3" or (trainers == 128 and rollouts <= 128)
     )
     return iter(sorted(found, key=lambda cell: cell.rollouts))
 

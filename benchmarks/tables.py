@@ -129,7 +129,7 @@ def _beyond(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
 
 
 def _special(row: dict[str, Any]) -> str:
-    ranks = f"TP {row['ranks']}"
+    ranks = f"{'EP' if row['expert_parallel'] else 'TP'} {row['ranks']}"
     if row["hosts"] == 1:
         return f"trainers and rollouts in one host, {ranks}"
     if row["rollouts"] == 1024:

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from shardfly_jax.sharding.errors import LanguageError, PlanError
+from shardfly_jax.sharding.groups import Group
 from shardfly_jax.sharding.lowering import MAX_DIMS
 from shardfly_jax.sharding.moves import MoveTable
 from shardfly_jax.sharding.plan import Plan, Replica
 from shardfly_jax.sharding.problem import Problem
-from shardfly_jax.sharding.routing import Group, make_groups
+from shardfly_jax.sharding.routing import make_groups
 from shardfly_jax.sharding.rows import Rows
-from shardfly_jax.sharding.schedule import Place, places, times
+from shardfly_jax.sharding.schedule import Place, places
 from shardfly_jax.sharding.topology import Topology
 
 
@@ -100,7 +101,7 @@ def _forwards(
                 np.arange(n_bands), np.arange(min(period, layers)), np.arange(n_receivers), indexing="ij"
             )
         )
-        turn = j if group.takes_turns else band // group.bands_per_root
+        turn = j if group.takes_turns else group.turn[band]
         route = group.route
         is_twin = receiver >= m - 1
         which = np.where(is_twin, receiver - (m - 1), 0)
@@ -110,8 +111,8 @@ def _forwards(
         depth = route.depth[turn, to] + is_twin
         taker = members[to]
         taker[is_twin, 0] = np.append(twin_family, 0)[which[is_twin]]
-        number = index * group.roots + (0 if group.takes_turns else turn)
-        begin, lasts = times(number, band, group.bands_per_root, group.rounds, place.span)
+        begin = place.span * group.round[band] // group.rounds
+        lasts = 0 if group.is_paced else place.span // group.rounds  # a lag is at least a tick
         layer = group.layers[0] + j
         extents = np.ones((len(band), MAX_DIMS), np.int64)
         extents[:, 0] = np.array([b.size for b in group.bands])[band]

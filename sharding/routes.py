@@ -4,8 +4,8 @@ In each host one member, the *entry*, receives over the NIC; the bytes cross bet
 inside over NVLink. A group takes several *turns*, each for a part of its bytes: roots and entries rotate, so that every
 NIC of a host carries its part and every host is at the end of the route as often as at its beginning.
 
-Hosts form a chain, or a binary tree where a chain would be long; so do the members of a host. In a tree half of the
-hosts send twice and half not at all; over the turns of evenly spaced roots that evens out.
+Two or three hosts form a chain, more a binary tree; so do the members of a host, but for longer chains. In a tree half
+of the hosts send twice and half not at all; over the turns of evenly spaced roots that evens out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 LONGEST_CHAIN = 16
-"""More hosts, or more members within a host, form a tree."""
+"""More members of a host form a tree."""
+LONGEST_HOST_CHAIN = 3
+"""More hosts form trees: at one pace they fill sooner than a chain, with fewer and larger bands (see `pace`)."""
 
 
 class Route(NamedTuple):
@@ -36,7 +38,8 @@ class Route(NamedTuple):
 
 def fill_hops(sizes: Sequence[int]) -> int:
     """Parts of a route's bytes that are under way before the last member gets its first, a tree's second sends too."""
-    return sum(n - 1 if n <= LONGEST_CHAIN else 2 * (n - 1).bit_length() for n in (len(sizes), max(sizes)))
+    counts = ((len(sizes), LONGEST_HOST_CHAIN), (max(sizes), LONGEST_CHAIN))
+    return sum(n - 1 if n <= longest else 2 * (n - 1).bit_length() for n, longest in counts)
 
 
 def roots_of(sizes: Sequence[int], start: np.ndarray, turns: int) -> np.ndarray:
@@ -60,7 +63,7 @@ def _entry(size: np.ndarray, start: np.ndarray, turn: np.ndarray, turns: int) ->
 
 
 @functools.lru_cache(maxsize=4096)
-def route(sizes: tuple[int, ...], start: int, turns: int, shallow: bool) -> Route:
+def route(sizes: tuple[int, ...], start: int, turns: int, shallow: bool, host_trees: bool = False) -> Route:
     """The routes of a group.
 
     Args:
@@ -68,16 +71,18 @@ def route(sizes: tuple[int, ...], start: int, turns: int, shallow: bool) -> Rout
       start: Member that is the first root.
       turns: How many roots there are.
       shallow: Trees even where chains are short: for bytes so few that latency counts more than links.
+      host_trees: Trees of hosts even where chains are short.
     """
     n, m = len(sizes), sum(sizes)
     longest = 2 if shallow else LONGEST_CHAIN
+    longest_of_hosts = 2 if shallow or host_trees else LONGEST_HOST_CHAIN
     first = np.concatenate([[0], np.cumsum(sizes)])[:-1]
     size = np.array(sizes)
     turn = np.arange(turns)[:, None]
     start_host = int(np.searchsorted(first, start, side="right")) - 1
     host_place = (np.arange(n) - start_host - turn * n // turns) % n
     entry = first + _entry(size, np.array(start - first[start_host]), turn, turns)
-    host_before, host_depth = _before(host_place, n <= longest)
+    host_before, host_depth = _before(host_place, n <= longest_of_hosts)
     before_host = (host_before + start_host + turn * n // turns) % n
     host = np.repeat(np.arange(n), size)
     place = (np.arange(m) - entry[:, host]) % size[host]

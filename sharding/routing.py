@@ -2,12 +2,11 @@
 
 Ranks that need the same value of the same expression in the same box form a *group*. One of them, the *root*, gets it
 from the trainers, converted once; the others are fed along a route (`routes`). Roots rotate from layer to layer and
-band to band, so first-hop ingress spreads over the replicas.
+band to band, so first-hop ingress spreads over the replicas; where hosts form trees, bands have a `pace`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import itertools
 import math
@@ -15,25 +14,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardfly_jax.sharding.language import Expr, quantized
+from shardfly_jax.sharding.groups import SMALLEST_BAND_NBYTES, Group, band_boxes, bands_of
 from shardfly_jax.sharding.layouts import Box, box_shape
+from shardfly_jax.sharding.pace import set_pace
 from shardfly_jax.sharding.problem import Problem
-from shardfly_jax.sharding.routes import LONGEST_CHAIN, Route, fill_hops, roots_of, route
+from shardfly_jax.sharding.routes import fill_hops, roots_of
+from shardfly_jax.sharding.schedule import is_layered
 from shardfly_jax.sharding.topology import Topology
 
 BAND_NBYTES = 16 << 20
 """A forwarded unit is at most this large, unless one block is larger."""
-SMALLEST_BAND_NBYTES = 64 << 10
-"""Boxes are cut so that several members are roots at once, down to bands of this size."""
 MAX_ROOTS = 16
 """Members that are roots of one group at most: rows of forwards grow with roots times members."""
-MAX_WIDE_ROOTS = 128
-"""The same where hosts form a tree. A host sends twice or not at all there, so links are busy alike only while every
-host is inside of the tree for some roots and at its end for as many others."""
-WIDE_ROUNDS = 256
-"""Rounds of all layers together there: for as many rows, roots are worth more than rounds."""
-SPARE_TRAINERS = 2
-"""Trainers per GPU of a host from which on that is done. Fewer must all send all the time, which takes many rounds."""
 TINY_PERCENT = 1
 """A group with at most this part of a rank's bytes keeps one root for all its layers."""
 FILL_PERCENT = 4
@@ -48,84 +40,6 @@ SMOOTH_ROWS = 1 << 18
 """Nor so that the forwards of one tensor on all ranks would be more rows than this."""
 LATE_PERCENT = 25
 """The same for tensors outside the layers, which end before the last quarter of an update (see `schedule`)."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Band:
-    """A part of a box whose bytes are contiguous in the local buffer.
-
-    Attributes:
-      box: Global coordinates.
-      offset, size: First element and number of elements in the local buffer.
-    """
-
-    box: Box
-    offset: int
-    size: int
-
-
-@dataclasses.dataclass(slots=True)
-class Group:
-    """Ranks that need the same bytes.
-
-    Attributes:
-      expr, layers, cuts, box, strides, itemsize: What they need, and how their buffers hold it.
-      members: (target family, rank), one per rank, in the order in which bytes are passed on.
-      twins: (index of a member, another family of its rank that needs the same), copied within the rank.
-      bands: Parts that are forwarded separately; the whole box if nothing is.
-      sizes: How many of the members each host has, in their order.
-      roots: How many members are roots, evenly spaced. Of several bands each is root of an equal run; of one band they
-        are root in turn, layer by layer.
-      start: Member that is the first root.
-      rounds: How many parts of a layer's span the bands are spread over; each holds bands of every root.
-      is_wide: Whether it may have many roots and few rounds: hosts form a tree, and trainers have time to spare.
-    """
-
-    expr: Expr
-    layers: tuple[int, int]
-    cuts: tuple[tuple[int, int], ...]
-    box: Box
-    strides: tuple[int, ...]
-    itemsize: int
-    members: list[tuple[int, int]]
-    sizes: tuple[int, ...] = ()
-    twins: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    bands: list[Band] = dataclasses.field(default_factory=list)
-    roots: int = 1
-    start: int = 0
-    rounds: int = 1
-    is_wide: bool = False
-
-    @property
-    def n_layers(self) -> int:
-        """Tensors that the group's bytes are spread over."""
-        return self.layers[1] - self.layers[0]
-
-    @property
-    def box_nbytes(self) -> int:
-        """Bytes of one layer of one member."""
-        return math.prod(box_shape(self.box)) * self.itemsize
-
-    @property
-    def is_forwarded(self) -> bool:
-        """Whether anything is passed on."""
-        return len(self.members) > 1 or bool(self.twins)
-
-    @property
-    def bands_per_root(self) -> int:
-        """Length of the run of bands that share a root."""
-        return max(len(self.bands) // self.roots, 1)
-
-    @property
-    def takes_turns(self) -> bool:
-        """Whether the root changes from layer to layer."""
-        return len(self.bands) == 1 and self.roots > 1
-
-    @property
-    def route(self) -> Route:
-        """Who passes on to whom, turn by turn."""
-        tiny = max(band.size for band in self.bands) * self.itemsize <= SMALLEST_BAND_NBYTES
-        return route(self.sizes, self.start, self.roots, tiny)
 
 
 def make_groups(problem: Problem, topology: Topology | None) -> list[Group]:
@@ -163,11 +77,16 @@ def make_groups(problem: Problem, topology: Topology | None) -> list[Group]:
         for _, rank in group.members:
             held[rank] = held.get(rank, 0) + group.box_nbytes * group.n_layers
     largest = max(held.values(), default=1)
-    spare = topology is not None and problem.source_ranks >= SPARE_TRAINERS * topology.gpus_per_host
     for group in groups:
-        group.is_wide = spare and len(group.sizes) > LONGEST_CHAIN
         _cut_bands(group, largest, len(held), topology is not None)
+    if topology is not None:
+        set_pace(groups, [is_layered(group, problem.families) for group in groups], topology)
     _choose_roots(groups)
+    for group in groups:
+        if not group.is_paced:  # else they are set already
+            numbers, per_root = np.arange(len(group.bands)), max(len(group.bands) // group.roots, 1)
+            group.turn = numbers // per_root
+            group.round = numbers % per_root * group.rounds // per_root
     return groups
 
 
@@ -185,13 +104,13 @@ def _cut_bands(group: Group, rank_nbytes: int, ranks: int, known_hosts: bool) ->
     """Sets a group's bands and rounds.
 
     Args:
-      group: With its members, and `is_wide` set.
+      group: With its members.
       rank_nbytes: What the fullest rank holds.
       ranks: How many ranks hold targets.
       known_hosts: Whether `sizes` are those of a topology's hosts.
     """
     size, members = math.prod(box_shape(group.box)), len(group.members)
-    group.bands = [Band(group.box, 0, size)]
+    group.bands = bands_of(group, [group.box])
     nbytes = size * group.itemsize
     if members == 1:
         return
@@ -199,78 +118,30 @@ def _cut_bands(group: Group, rank_nbytes: int, ranks: int, known_hosts: bool) ->
         group.roots = min(members, MAX_ROOTS, group.n_layers)
     roots = min(members, MAX_ROOTS)
     most = nbytes // (SMALLEST_BAND_NBYTES * roots)
-    if most == 0:
+    if most == 0 or group.is_wide:
         return
     # a route takes as many times as long to fill as one round takes to pass on
     percent = FILL_PERCENT if group.n_layers > 1 else LATE_PERCENT
     rounds = min(-(-nbytes * fill_hops(group.sizes) * 100 // (rank_nbytes * percent)), most)
-    if group.is_wide:
-        while 2 * roots <= min(members, MAX_WIDE_ROOTS) and most > 1:
-            roots, most = 2 * roots, most // 2
-        wanted = (nbytes * WIDE_ROUNDS + rank_nbytes // 2) // rank_nbytes
-        few = SMOOTH_ROWS // (ranks * roots) if group.n_layers == 1 else WIDE_ROUNDS
-        rounds = max(min(wanted, most, few), 1)
-    elif known_hosts:
+    if known_hosts:
         smooth = SMOOTH_LATE_ROUNDS if group.n_layers == 1 else SMOOTH_ROUNDS
         rounds = max(rounds, min(smooth, SMOOTH_ROWS // (ranks * roots), nbytes // (SMOOTH_BAND_NBYTES * roots)))
     per_root = max(-(-nbytes // (BAND_NBYTES * roots)), rounds)
-    axes = sorted(range(len(group.box)), key=lambda a: (-group.strides[a], a))
-    boxes = _cut(group.box, axes, per_root * roots, _grains(group))
+    boxes = band_boxes(group, per_root * roots)
     if len(boxes) > roots and len(boxes) % roots:  # blocks leave fewer edges than bands were wanted
-        boxes = _cut(group.box, axes, len(boxes) // roots * roots, _grains(group))
+        boxes = band_boxes(group, len(boxes) // roots * roots)
     if len(boxes) % roots:  # an axis too short to be cut evenly
         return
-    group.bands, group.roots = [], roots
-    for box in boxes:
-        offset = sum(
-            (lo - start) * step for (lo, _), (start, _), step in zip(box, group.box, group.strides, strict=True)
-        )
-        group.bands.append(Band(box, offset, math.prod(box_shape(box))))
-    group.rounds = min(rounds, group.bands_per_root)
-
-
-def _grains(group: Group) -> tuple[int, ...]:
-    """What bands are multiples of, per axis: the blocks of a quantized group, which are encoded in one piece."""
-    expr = quantized(group.expr)
-    if expr is None:
-        return (1,) * len(group.box)
-    rows, columns = expr.format.block
-    columns = columns if columns is None else columns // expr.format.per_byte
-    sizes = zip((rows, columns), expr.segments, group.box[-2:], strict=True)
-    return (
-        *(1,) * (len(group.box) - 2),
-        # a box that begins inside a block has no edge of a block at a multiple of its size
-        *(hi - lo if block is None or cut or lo % block else block for block, cut, (lo, hi) in sizes),
-    )
-
-
-def _cut(box: Box, axes: Sequence[int], count: int, grains: Sequence[int]) -> list[Box]:
-    """About `count` contiguous parts of a box: along its outermost axis, and further in where that one is too short."""
-
-    def units(axis: int) -> int:
-        return -(-(box[axis][1] - box[axis][0]) // grains[axis])
-
-    while axes and box[axes[0]][1] - box[axes[0]][0] == 1:
-        axes = axes[1:]
-    if count <= 1 or not axes or units(axes[0]) == 1:
-        return [box]
-    axis, (lo, hi) = axes[0], box[axes[0]]
-    n, least = units(axis), grains[axis]
-    parts = min(count, n)
-    # edges on multiples of a power of two keep runs aligned on the other side of a transpose; 16 bytes are worth uneven
-    # bands, because less is moved an element at a time
-    grain = next(g for g in (128, 64, 32, 16, 8, 4, 2, 1) if g == 1 or n // parts >= (16 if g > 8 else 2) * g)
-    edges = [lo + k * n // parts // grain * grain * least for k in range(parts)] + [hi]
-    cut = [(*box[:axis], edge, *box[axis + 1 :]) for edge in itertools.pairwise(edges)]
-    if parts == count or least > 1:  # several rows of a block are contiguous only as whole rows
-        return cut
-    return [inner for part in cut for inner in _cut(part, axes[1:], -(-count // parts), grains)]
+    group.bands, group.roots = bands_of(group, boxes), roots
+    group.rounds = min(rounds, len(boxes) // roots)
 
 
 def _choose_roots(groups: list[Group]) -> None:
     """Sets every group's `start` so that its roots fall on the least loaded members, large groups first."""
     load = np.zeros(max((rank for group in groups for _, rank in group.members), default=0) + 1, np.int64)
     for group in sorted(groups, key=lambda g: -g.box_nbytes * g.n_layers):
+        if group.is_paced:
+            continue
         ranks = np.array([rank for _, rank in group.members])
         turn = np.arange(group.roots)
         at = roots_of(group.sizes, np.arange(len(ranks))[:, None], group.roots)

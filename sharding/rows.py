@@ -10,13 +10,14 @@ import numpy as np
 from shardfly_jax.sharding.denotation import denote
 from shardfly_jax.sharding.errors import LanguageError
 from shardfly_jax.sharding.formats import Conversion, Step, conversion
+from shardfly_jax.sharding.groups import Band, Group
 from shardfly_jax.sharding.language import quantized
 from shardfly_jax.sharding.lowering import BUFFERS, MAX_DIMS, Lowerer, SourceShards, Template
 from shardfly_jax.sharding.moves import MoveTable
 from shardfly_jax.sharding.problem import Problem
 from shardfly_jax.sharding.quantized_rows import QuantizedRows, scales_in
-from shardfly_jax.sharding.routing import Band, Group, choose_sources
-from shardfly_jax.sharding.schedule import CHUNK_NBYTES, Place, scattered, times
+from shardfly_jax.sharding.routing import choose_sources
+from shardfly_jax.sharding.schedule import CHUNK_NBYTES, CLOSE, Place, begin_roots, scattered
 from shardfly_jax.sharding.template_rows import (
     BAND,
     BLOCK,
@@ -201,8 +202,9 @@ class Rows:
         step = t[:, LAYER_STEP] * period
         count = (t[:, COUNT] - j + period - 1) // period
         since_first = layer - of_group(g.layers[0] for g in groups)[group]
-        per_root = of_group(g.bands_per_root for g in groups)[group]
-        turn = np.where(turns[group], since_first % roots[group], band // per_root)
+        bands = of_group(len(g.bands) for g in groups)
+        place = (np.cumsum(bands) - bands)[group] + band
+        turn = np.where(turns[group], since_first % roots[group], np.concatenate([g.turn for g in groups])[place])
         root = np.concatenate([g.route.order[:, 0] for g in groups])[(np.cumsum(roots) - roots)[group] + turn]
         member_list = np.array([member for g in groups for member in g.members], np.int64).reshape(-1, 2)
         family, rank = member_list[(np.cumsum(n_members) - n_members)[group] + root].T
@@ -210,12 +212,16 @@ class Rows:
         source = choose_sources(t[:, SHARD], self.holders, payload, rank, topology)
         order, layer_step, span, _ = (of_group(column)[group] for column in zip(*where, strict=True))
         rounds = of_group(g.rounds for g in groups)[group]
-        number = group * roots[group] + np.where(turns[group], 0, turn)
-        begin, lasts = times(number, band, per_root, rounds, span)
+        number = (np.cumsum(roots) - roots)[group] + np.where(turns[group], 0, turn)
+        reads = source >= 0
+        begin_roots(groups, number[reads], band[reads], source[reads], payload[reads])
+        begin = span * np.concatenate([g.round for g in groups])[place] // rounds
+        lasts = span // rounds
         chunks = np.maximum(payload // count // CHUNK_NBYTES, 1)
         # who alone needs its bytes gets them at the same time as others, in turn from each trainer
         turned = (rank - source) % (self.problem.source_ranks + self.problem.target_ranks)
-        begin += np.where(n_members[group] > 1, scattered(number - source, lasts // chunks), turned)
+        room = np.where(of_group(g.is_paced for g in groups)[group] != 0, CLOSE, lasts // chunks)
+        begin += np.where(n_members[group] > 1, scattered(number - source, room), turned)
         first_band = of_group(self.first_band)[group]
         columns = MoveTable.from_columns(
             source_family=t[:, FAMILY],

@@ -2,12 +2,13 @@
 
 The order line has `LENGTH` numbers. Layer after layer takes an equal part of it; inside a layer the tensors follow each
 other by size, largest first and scales last, each over a part proportional to its bytes. Tensors outside the layers
-ride along over the first three quarters of the line, so that there is time to pass them on; large ones of wide groups
-come first instead (`_fronts`). All ranks that receive the
-same kind of tensor do so at the same place, bands of all roots together. Where in its run of bands a root begins, and
-when in a round a trainer sends to it, is scattered: no receiver is hit by all at once, and no trainer waits while
-others send. A forward follows what it forwards by a lag per hop. Every dependency points to a smaller number: the order
-is a linear extension.
+ride along over the first three quarters of the line, so that there is time to pass them on. All ranks that receive the
+same kind of tensor do so at the same place, bands of all roots together. Each root begins its run of bands where no
+trainer waits while others send (`begin_roots`), and when in a round a trainer sends to it is scattered: no receiver is
+hit by all at once. A forward follows what it forwards by a lag per hop. Every dependency points to a smaller number:
+the order is a linear extension.
+
+Where hosts form trees, tensors take ticks instead, and those outside the layers come first: see `pace`.
 """
 
 from __future__ import annotations
@@ -17,19 +18,22 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardfly_jax.sharding.groups import Group, Pace
 from shardfly_jax.sharding.language import Expr, Scales, nodes
 from shardfly_jax.sharding.patterns import FAMILY, name_pattern
 from shardfly_jax.sharding.problem import Family
-from shardfly_jax.sharding.routing import Group
 
 LENGTH = 1 << 40
 LAG = LENGTH >> 10
 """Distance between a band's last arrival and its forward, per hop."""
-WIDE_LAG = 3 * LAG
-"""The same of wide groups (`Group.is_wide`). There a round takes about four `LAG` (`routing.WIDE_ROUNDS`), its first
-hops use NICs and its last ones NVLink: three apart, hops of rounds that follow each other share all places alike."""
-FRONT_ROUND = 8 * LAG
-"""Most that rounds of `_fronts` may lie apart: one crosses between hosts while the one before is passed on within."""
+SLOTS = LENGTH // LAG
+"""Lags in an update."""
+EDGE = LAG >> 12
+"""At a plan's pace (`pace`), ticks begin a little behind multiples of `LAG`, so that none lies on both sides of one."""
+CLOSE = LAG >> 13
+"""Within a tick trainers send almost at once, in a scattered order: ticks follow each other closely enough."""
+MOST_BEGINS = 64
+"""Rounds that are tried for the beginning of a run of bands."""
 CHUNK_NBYTES = 4 << 20
 """Executors cut long runs into chunks of about this size and interleave them."""
 
@@ -42,25 +46,53 @@ def scattered(number: np.ndarray | int, room: np.ndarray | int) -> np.ndarray:
     return np.asarray(number) * 40503 % (1 << 16) * room >> 16
 
 
-def times(
-    number: np.ndarray | int,
-    band: np.ndarray,
-    per_root: np.ndarray | int,
-    rounds: np.ndarray | int,
-    span: np.ndarray | int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """When each band of a layer is sent: how far into the layer's span its round begins, and how long that is.
+def begin_roots(
+    groups: Sequence[Group], root: np.ndarray, band: np.ndarray, source: np.ndarray, nbytes: np.ndarray
+) -> None:
+    """Turns runs of bands: they begin in another round and go round.
 
-    Equal places of the roots' runs of bands often lie in the shards of the same few trainers, so every root begins at
-    another place of its run.
+    Equal places of runs often lie in the shards of the same few trainers. So each root's run begins where the trainers
+    that it reads from serve those before it the least; where that is all the same, runs are scattered. At a plan's pace
+    the runs of all roots of a group are turned together, through the rounds in which each of them has a band.
 
     Args:
-      number: Of the band's root among all.
-      band: Number within its group.
-      per_root, rounds, span: See `Group.bands_per_root`, `Group.rounds` and `Place.span`.
+      groups: All; their `round` is set.
+      root: Of each row that reads from a trainer, its root, counted over all groups.
+      band: Of each row, its number within its group.
+      source, nbytes: Trainer rank and bytes of each row.
     """
-    round_ = (band % per_root * rounds // per_root + scattered(number, rounds)) % rounds
-    return span * round_ // rounds, np.asarray(span // rounds)
+    kinds: dict[tuple[object, ...], list[tuple[int, Group]]] = {}
+    first = 0
+    for group in groups:
+        kinds.setdefault((group.expr, group.layers, group.cuts, group.rounds), []).append((first, group))
+        first += group.roots
+    rows = np.argsort(root, kind="stable")
+    edges = np.searchsorted(root[rows], np.arange(first + 1))
+    trainers = int(source.max(initial=0)) + 1
+    for members in kinds.values():
+        served = np.zeros((members[0][1].rounds, trainers), np.int64)
+        for start, group in members:
+            free = np.arange(group.rounds)
+            if group.is_paced:
+                free = free[np.bincount(group.round, minlength=group.rounds) == group.roots]
+            if len(free) < 2:
+                continue
+            at = np.searchsorted(free, group.round).clip(max=len(free) - 1)
+            turned = free[at] == group.round
+            begins, together = np.zeros(group.roots, np.int64), group.roots if group.is_paced else 1
+            for turn in range(0, group.roots, together):
+                of_run = rows[edges[start + turn] : edges[start + turn + together]]
+                of_run = of_run[turned[band[of_run]]]
+                place, index = np.unique(at[band[of_run]] * trainers + source[of_run], return_inverse=True)
+                kib = np.bincount(index, nbytes[of_run] >> 10).astype(np.int64)
+                round_, trainer = place // trainers, place % trainers
+                choices = np.arange(0, len(free), -(-len(free) // MOST_BEGINS)) + scattered(start + turn, len(free))
+                cost = served[free[(round_ + choices[:, None]) % len(free)], trainer] @ kib
+                snug = np.roll(cost, 1) + np.roll(cost, -1)  # of places that cost the same, the one without gaps
+                begin = choices[np.lexsort((-snug, cost))[0]]
+                begins[turn : turn + together] = begin
+                served[free[(round_ + begin) % len(free)], trainer] += kib
+            group.round = np.where(turned, free[(at + begins[group.turn]) % len(free)], group.round)
 
 
 class Place(NamedTuple):
@@ -79,68 +111,68 @@ class Place(NamedTuple):
     lag: int
 
 
+def is_layered(group: Group, families: Sequence[Family]) -> bool:
+    """Whether what a group needs is in layers."""
+    return FAMILY in name_pattern(families[group.members[0][0]].pattern).variables
+
+
 def places(groups: Sequence[Group], families: Sequence[Family]) -> list[Place]:
     """A place for every group, in the same order."""
-
-    def is_layered(group: Group) -> bool:
-        return FAMILY in name_pattern(families[group.members[0][0]].pattern).variables
-
     kinds: dict[Expr, int] = {}
     first, last = 1 << 62, -1
     for group in groups:
-        if is_layered(group):
+        if is_layered(group, families):
             first, last = min(first, group.layers[0]), max(last, group.layers[1])
             kinds[group.expr] = max(kinds.get(group.expr, 0), group.box_nbytes)
     total = max(sum(kinds.values()), 1)
     start, starts = 0, {}
-    for expr, nbytes in sorted(kinds.items(), key=lambda kind: (_reads_scales(kind[0]), -kind[1])):
+    for expr, nbytes in sorted(kinds.items(), key=lambda kind: (reads_scales(kind[0]), -kind[1])):
         starts[expr] = (start, nbytes)
         start += nbytes
-    fronts = _fronts([group for group in groups if not is_layered(group)], sum(kinds.values()) * (last - first))
-    front = sum(span for _, span in fronts.values())
-    layer = (LENGTH - front) // max(last - first, 1)
+    layer = LENGTH // max(last - first, 1)
     out = []
     for group in groups:
-        lag = WIDE_LAG if group.is_wide else LAG
-        if is_layered(group):
+        if group.pace is not None and group.ticks:
+            tick, steps = _lengths(group.pace)
+            lag = tick * -(-LAG // tick) if group.is_paced else LAG
+            order, step = EDGE + group.first_tick * tick, LENGTH
+            if is_layered(group, families):
+                passes, step = group.pace.passes, steps[group.pass_]
+                order += group.pace.front * tick + (group.layers[0] - passes[group.pass_].layers[0]) * step
+                order += sum((p.layers[1] - p.layers[0]) * steps[k] for k, p in enumerate(passes[: group.pass_]))
+            out.append(Place(order, step, group.ticks * tick, lag))
+        elif is_layered(group, families):
             before, nbytes = starts[group.expr]
-            order = front + (group.layers[0] - first) * layer + layer * before // total
-            out.append(Place(order, layer, layer * nbytes // total, lag))
-        elif group.expr in fronts:
-            order, span = fronts[group.expr]
-            out.append(Place(order, LENGTH, span, lag))
+            order = (group.layers[0] - first) * layer + layer * before // total
+            out.append(Place(order, layer, layer * nbytes // total, LAG))
         else:
             late = LENGTH * 3 // 4
-            order, span = (late, LENGTH // 16) if _reads_scales(group.expr) else (0, late)
-            out.append(Place(order, LENGTH, span, lag))
+            order, span = (late, LENGTH // 16) if reads_scales(group.expr) else (0, late)
+            out.append(Place(order, LENGTH, span, LAG))
     return out
 
 
-def _fronts(groups: Sequence[Group], layers_nbytes: int) -> dict[Expr, tuple[int, int]]:
-    """Order and span of large tensors of wide groups, which come before all layers.
+def _lengths(pace: Pace) -> tuple[int, list[int]]:
+    """Lengths of a tick, and of a layer in each pass, on the order line.
 
-    They have few rounds, since each band of theirs is a row for every member. Those would be bursts among the layers,
-    in which either the NICs or NVLink have nothing to do; close together, each fills what the one before leaves idle.
-
-    Args:
-      groups: Outside the layers.
-      layers_nbytes: Of all layers of one rank.
+    A layer is whole `LAG`s and a `LAG` whole ticks, where that is possible: ticks lie alike in all layers.
     """
-    large = [group for group in groups if group.is_wide and len(group.bands) > 1 and not _reads_scales(group.expr)]
-    nbytes: dict[Expr, int] = {}
-    rounds: dict[Expr, int] = {}
-    for group in large:
-        nbytes[group.expr] = max(nbytes.get(group.expr, 0), group.box_nbytes)
-        rounds[group.expr] = max(rounds.get(group.expr, 0), group.rounds)
-    total = layers_nbytes + sum(nbytes.values())
-    out, start = {}, 0
-    for expr, size in nbytes.items():
-        span = min(LENGTH * size // total, rounds[expr] * FRONT_ROUND)
-        out[expr] = (start, span)
-        start += span
-    return out
+    parts = -(-(pace.ticks + 1) // SLOTS)
+    if parts > 1:
+        tick = LAG // parts
+        steps = [-(-p.per_layer // parts) * LAG if p.per_layer >= parts else p.per_layer * tick for p in pace.passes]
+        layers = sum((p.layers[1] - p.layers[0]) * step for p, step in zip(pace.passes, steps, strict=True))
+        if (pace.front + 1) * tick + layers <= LENGTH:
+            return tick, steps
+    tick = LENGTH // (pace.ticks + 1)
+    if pace.passes and (step := tick * pace.passes[0].per_layer) >= LAG:
+        tick = step // LAG * LAG // pace.passes[0].per_layer
+    steps = [p.per_layer * tick for p in pace.passes]
+    if steps and -steps[0] % LAG < pace.passes[0].per_layer:  # but for what is lost to rounding
+        steps[0] += -steps[0] % LAG
+    return tick, steps
 
 
-def _reads_scales(expr: Expr) -> bool:
+def reads_scales(expr: Expr) -> bool:
     """Whether these are scales: what encodes may write them too, so they are passed on after all of that."""
     return any(isinstance(node, Scales) for node in nodes(expr))

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
-from random_problems import Case, check, fill
+from hypothesis import HealthCheck, given, settings, strategies as st
+from random_problems import Case, cases, check, fill
+from random_quantized import quantized_cases
 
-from shardfly_jax.sharding import routing
+from shardfly_jax.sharding import groups, pace, routes, routing
 from shardfly_jax.sharding.language import src
 from shardfly_jax.sharding.layouts import Layout
 from shardfly_jax.sharding.mapping import Mapping
 from shardfly_jax.sharding.problem import TargetTree
-from shardfly_jax.sharding.routes import LONGEST_CHAIN, fill_hops, roots_of, route
-from shardfly_jax.sharding.topology import pools
+from shardfly_jax.sharding.routes import LONGEST_CHAIN, LONGEST_HOST_CHAIN, fill_hops, roots_of, route
+from shardfly_jax.sharding.routing import MAX_ROOTS
+from shardfly_jax.sharding.topology import pools, preset
 
 SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=40).map(tuple)
 
@@ -41,11 +44,10 @@ def test_bytes_reach_every_member_from_one_that_has_them(
         assert np.bincount(giver[rest]).max(initial=0) <= 4
 
 
-@pytest.mark.parametrize("most", [16, 128])
-@pytest.mark.parametrize(("hosts", "per_host"), [*itertools.product((1, 2, 4, 16, 128), (1, 2, 4, 8))])
-def test_over_the_turns_every_nic_brings_and_takes_its_part(hosts: int, per_host: int, most: int) -> None:
+@pytest.mark.parametrize(("hosts", "per_host"), [*itertools.product((1, 2, 3, 4, 18, 128), (1, 2, 4, 8))])
+def test_over_the_turns_every_nic_brings_and_takes_its_part(hosts: int, per_host: int) -> None:
     members = hosts * per_host
-    turns = min(most, members)
+    turns = min(MAX_ROOTS, members) if hosts <= LONGEST_HOST_CHAIN else 2 * per_host
     found = route((per_host,) * hosts, 0, turns, False)
     host = np.arange(members) // per_host
     ingress, egress = np.zeros(members), np.zeros(members)
@@ -58,11 +60,13 @@ def test_over_the_turns_every_nic_brings_and_takes_its_part(hosts: int, per_host
     assert egress.max() <= ingress.max()
 
 
-def test_a_tree_of_hosts_with_many_roots_brings_every_byte_to_every_replica_once(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("trainers", [4, 16])
+def test_trees_of_hosts_bring_every_byte_to_every_replica_once(
+    trainers: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routing, "SMALLEST_BAND_NBYTES", 16)
-    hosts, trainers = LONGEST_CHAIN + 2, routing.SPARE_TRAINERS * 8
+    for module in (groups, pace):
+        monkeypatch.setattr(module, "SMALLEST_BAND_NBYTES", 16)
+    hosts = LONGEST_HOST_CHAIN + 2
     arrays = {f"h.{k}.w": fill(rng, (64, 32), "float32") for k in range(3)} | {"embed": fill(rng, (256, 16), "float32")}
     sources, targets = {}, {}
     for name, x in arrays.items():
@@ -74,14 +78,49 @@ def test_a_tree_of_hosts_with_many_roots_brings_every_byte_to_every_replica_once
     tree = TargetTree(name="rollout", tensors=targets, mapping=mapping, ranks=8 * hosts)
     case = Case(arrays, sources, trainers, [tree])
     plan = case.plan(pools("h200", trainers, 8 * hosts))
-    assert len(np.unique(plan.moves.target_rank[plan.moves.hop == 0])) >= routing.MAX_WIDE_ROOTS
+    assert len(np.unique(plan.moves.target_rank[plan.moves.hop == 0])) == 16
     assert plan.moves.hop.max() > 2
     check(case, plan)
 
 
+@pytest.fixture
+def trees_of_few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Two hosts form a tree already, and a few bytes are a band."""
+    for module in (groups, pace, routing):
+        monkeypatch.setattr(module, "SMALLEST_BAND_NBYTES", 4)
+    monkeypatch.setattr(routes, "LONGEST_CHAIN", 1)
+    for module in (groups, routes):
+        monkeypatch.setattr(module, "LONGEST_HOST_CHAIN", 1)
+    route.cache_clear()  # type: ignore[attr-defined]
+    yield
+    route.cache_clear()  # type: ignore[attr-defined]
+
+
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+
+
+@pytest.mark.usefixtures("trees_of_few")
+@pytest.mark.parametrize("random", [cases, quantized_cases], ids=["plain", "quantized"])
+def test_trees_bring_every_byte_once_for_every_sharding(random: Callable[[], st.SearchStrategy[Case]]) -> None:
+    paced = 0
+
+    @settings(max_examples=150, deadline=None, suppress_health_check=SLOW, print_blob=True)
+    @given(random(), st.integers(1, 2))
+    def run(case: Case, per_host: int) -> None:
+        nonlocal paced
+        plan = case.plan(preset("h200", hosts=-(-case.plan().ranks // per_host), gpus_per_host=per_host))
+        paced += int(plan.moves.hop.max(initial=0)) > 0 and len(plan.bands) > 1
+        check(case, plan)
+
+    run()
+    assert paced > 10
+
+
 def test_long_chains_become_trees() -> None:
-    assert route((1,) * LONGEST_CHAIN, 0, 1, False).depth.max() == LONGEST_CHAIN - 1
+    assert route((LONGEST_CHAIN,), 0, 1, False).depth.max() == LONGEST_CHAIN - 1
+    assert route((LONGEST_CHAIN + 1,), 0, 1, False).depth.max() == 4
+    assert route((1,) * LONGEST_HOST_CHAIN, 0, 1, False).depth.max() == LONGEST_HOST_CHAIN - 1
     assert route((1,) * 128, 0, 1, False).depth.max() == 7
     assert route((8,) * 128, 0, 1, False).depth.max() == 7 + 7
     assert route((1,) * 8, 0, 1, True).depth.max() == 3
-    assert [fill_hops(sizes) for sizes in ((1,) * 8, (8, 8), (1,) * 128)] == [7, 1 + 7, 14]
+    assert [fill_hops(sizes) for sizes in ((8,), (8, 8), (1,) * 128)] == [7, 1 + 7, 14]

@@ -18,6 +18,7 @@ import shardfly_jax as sf
 from shardfly_jax.sharding.baselines import gather_broadcast_secs, shard_to_shard_secs
 from shardfly_jax.sharding.bounds import needs_of
 from shardfly_jax.sharding.rates import MEMORY, NVLINK, measured, measured_stores
+from shardfly_jax.sharding.routes import LONGEST_HOST_CHAIN
 from shardfly_jax.sharding.topology import Topology, pools, preset
 
 ROOT = Path(__file__).parents[1]
@@ -154,10 +155,11 @@ def test_a_topology_with_too_few_places_is_refused() -> None:
         ("Qwen3-30B-A3B", 2, 2, 2, 2, False),
         ("Qwen3-30B-A3B", 4, 2, 1, 8, False),
         ("Qwen3-30B-A3B", 4, 2, 4, 2, False),
+        ("Qwen3-30B-A3B", 4, 2, 2, 4, False),  # two ranks side by side need what the same four trainers hold
+        ("Qwen3-30B-A3B", 8, 1, 2, 4, False),
         ("Qwen3-30B-A3B", 8, 2, 4, 4, False),
         ("Qwen3-30B-A3B", 8, 4, 16, 4, False),
         ("Qwen3-8B", 4, 4, 32, 1, False),
-        ("Qwen3-32B", 4, 4, 32, 8, False),
         # as many bytes leave each trainer as enter each rollout: neither may wait
         ("Qwen3-8B", 2, 4, 1, 8, False),
         ("Qwen3-8B", 8, 1, 2, 4, False),
@@ -173,8 +175,9 @@ def test_a_plan_stays_within_a_tenth_of_what_any_plan_needs(
     plan, topology = qwen(model, fsdp, trainer_tp, replicas, tp, expert_parallel=expert_parallel)
     predicted = plan.simulate(topology)
     assert 0.999 <= predicted.schedule_ratio <= 1.1
-    first_hop = plan.first_hop_nbytes
-    assert first_hop.max() <= 1.1 * first_hop.mean()
+    if replicas * tp <= 8 * LONGEST_HOST_CHAIN:  # more hosts form trees, whose first two get all from the trainers
+        first_hop = plan.first_hop_nbytes
+        assert first_hop.max() <= 1.1 * first_hop.mean()
     assert plan.egress_nbytes * replicas == pytest.approx(plan.broadcast_nbytes, rel=1e-3)
     assert np.trace(plan.traffic()) == 0
 
@@ -182,10 +185,14 @@ def test_a_plan_stays_within_a_tenth_of_what_any_plan_needs(
 @pytest.mark.parametrize(
     ("model", "fsdp", "trainer_tp", "replicas", "tp", "most"),
     [
-        ("Qwen3-30B-A3B", 8, 4, 192, 1, 1.1),
-        ("Qwen3-8B", 32, 4, 136, 1, 1.1),
-        # as many bytes leave each trainer as enter each host's GPUs: few roots then, in many rounds
-        ("Qwen3-30B-A3B", 2, 4, 32, 8, 1.13),
+        ("Qwen3-30B-A3B", 8, 4, 192, 1, 1.05),
+        ("Qwen3-8B", 32, 4, 136, 1, 1.05),
+        ("Qwen3-32B", 4, 4, 32, 8, 1.05),
+        # as many bytes leave each trainer as enter each host's GPUs: every NIC sends and receives all the time
+        ("Qwen3-30B-A3B", 2, 4, 32, 8, 1.05),
+        ("Qwen3-8B", 2, 4, 160, 1, 1.05),
+        ("Qwen3-8B", 2, 4, 88, 2, 1.05),
+        ("Qwen3-32B", 2, 4, 36, 4, 1.05),
     ],
 )
 def test_trees_of_hosts_keep_all_links_busy(
@@ -194,6 +201,10 @@ def test_trees_of_hosts_keep_all_links_busy(
     plan, topology = qwen(model, fsdp, trainer_tp, replicas, tp)
     assert 0.999 <= plan.simulate(topology).schedule_ratio <= most
     assert plan.egress_nbytes * replicas == pytest.approx(plan.broadcast_nbytes, rel=1e-3)
+    host = topology.host_of(np.arange(plan.ranks))
+    crossing = plan.traffic() * (host[:, None] != host)
+    for nics in (crossing.sum(axis=0)[plan.source_ranks :], crossing.sum(axis=1)[plan.source_ranks :]):
+        assert nics.max() <= 1.1 * nics.mean()
 
 
 def test_every_nic_of_a_host_brings_its_part() -> None:

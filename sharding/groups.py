@@ -1,0 +1,204 @@
+"""Ranks that need the same bytes, and the parts in which these are passed on."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardfly_jax.sharding.language import Expr, quantized
+from shardfly_jax.sharding.layouts import Box, box_shape
+from shardfly_jax.sharding.routes import LONGEST_HOST_CHAIN, Route, route
+
+SMALLEST_BAND_NBYTES = 64 << 10
+"""Boxes are cut so that several members are roots at once, down to bands of this size."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass over the layers, of tensors whose trees are alike.
+
+    Attributes:
+      per_layer: Ticks of each layer.
+      layers: First layer, and one past the last.
+    """
+
+    per_layer: int
+    layers: tuple[int, int]
+
+    @property
+    def ticks(self) -> int:
+        """Of all layers."""
+        return self.per_layer * (self.layers[1] - self.layers[0])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pace:
+    """The pace at which trees of hosts pass on: see `pace`.
+
+    Attributes:
+      front: Ticks before the first layer, in which tensors outside the layers are passed on.
+      passes: In order.
+    """
+
+    front: int
+    passes: tuple[Pass, ...]
+
+    @property
+    def ticks(self) -> int:
+        """Of an update."""
+        return self.front + sum(one.ticks for one in self.passes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Band:
+    """A part of a box whose bytes are contiguous in the local buffer.
+
+    Attributes:
+      box: Global coordinates.
+      offset, size: First element and number of elements in the local buffer.
+    """
+
+    box: Box
+    offset: int
+    size: int
+
+
+@dataclasses.dataclass(slots=True)
+class Group:
+    """Ranks that need the same bytes.
+
+    Attributes:
+      expr, layers, cuts, box, strides, itemsize: What they need, and how their buffers hold it.
+      members: (target family, rank), one per rank, in the order in which bytes are passed on.
+      twins: (index of a member, another family of its rank that needs the same), copied within the rank.
+      bands: Parts that are forwarded separately; the whole box if nothing is.
+      sizes: How many of the members each host has, in their order.
+      roots: How many members are roots, evenly spaced. Of several bands each is root of an equal run; of one band they
+        are root in turn, layer by layer.
+      start: Member that is the first root.
+      rounds: How many parts of a layer's span the bands are spread over.
+      turn: int64 [bands]; which of the roots each band has, if roots do not change from layer to layer.
+      round: int64 [bands]; the part of a layer's span in which each band is sent. Roots begin theirs in another one,
+        as trainers have time (`schedule.begin_roots`).
+      is_paced: Whether its bands are passed on at the plan's pace.
+      pace: The plan's, if hosts form a tree for some of its groups.
+      pass_: Which of the pace's passes a group in layers is part of.
+      first_tick, ticks: When a layer of the group begins within a layer of its pass, or among tensors outside the
+        layers, and how long it takes; no ticks if it rides along.
+    """
+
+    expr: Expr
+    layers: tuple[int, int]
+    cuts: tuple[tuple[int, int], ...]
+    box: Box
+    strides: tuple[int, ...]
+    itemsize: int
+    members: list[tuple[int, int]]
+    sizes: tuple[int, ...] = ()
+    twins: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    bands: list[Band] = dataclasses.field(default_factory=list)
+    roots: int = 1
+    start: int = 0
+    rounds: int = 1
+    turn: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(1, np.int64))
+    round: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(1, np.int64))
+    is_paced: bool = False
+    pace: Pace | None = None
+    pass_: int = 0
+    first_tick: int = 0
+    ticks: int = 0
+
+    @property
+    def n_layers(self) -> int:
+        """Tensors that the group's bytes are spread over."""
+        return self.layers[1] - self.layers[0]
+
+    @property
+    def box_nbytes(self) -> int:
+        """Bytes of one layer of one member."""
+        return math.prod(box_shape(self.box)) * self.itemsize
+
+    @property
+    def is_forwarded(self) -> bool:
+        """Whether anything is passed on."""
+        return len(self.members) > 1 or bool(self.twins)
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether it has so many hosts that they form a tree."""
+        return len(self.sizes) > LONGEST_HOST_CHAIN
+
+    @property
+    def trees(self) -> int:
+        """Trees at a time if hosts form them: each member of a host is entry of two (see `pace`)."""
+        return 2 * max(self.sizes)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the root changes from layer to layer."""
+        return len(self.bands) == 1 and self.roots > 1 and not self.is_paced
+
+    @property
+    def route(self) -> Route:
+        """Who passes on to whom, turn by turn."""
+        tiny = max(band.size for band in self.bands) * self.itemsize <= SMALLEST_BAND_NBYTES
+        return route(self.sizes, self.start, self.roots, tiny, self.is_paced)
+
+
+def band_boxes(group: Group, count: int) -> list[Box]:
+    """About `count` parts of a group's box, each contiguous in the local buffer."""
+    axes = sorted(range(len(group.box)), key=lambda a: (-group.strides[a], a))
+    return _cut(group.box, axes, count, _grains(group))
+
+
+def bands_of(group: Group, boxes: Sequence[Box]) -> list[Band]:
+    """Parts of a group's box as bands."""
+    out = []
+    for box in boxes:
+        steps = zip(box, group.box, group.strides, strict=True)
+        out.append(
+            Band(box, sum((lo - start) * step for (lo, _), (start, _), step in steps), math.prod(box_shape(box)))
+        )
+    return out
+
+
+def _grains(group: Group) -> tuple[int, ...]:
+    """What bands are multiples of, per axis: the blocks of a quantized group, which are encoded in one piece."""
+    expr = quantized(group.expr)
+    if expr is None:
+        return (1,) * len(group.box)
+    rows, columns = expr.format.block
+    columns = columns if columns is None else columns // expr.format.per_byte
+    sizes = zip((rows, columns), expr.segments, group.box[-2:], strict=True)
+    return (
+        *(1,) * (len(group.box) - 2),
+        # a box that begins inside a block has no edge of a block at a multiple of its size
+        *(hi - lo if block is None or cut or lo % block else block for block, cut, (lo, hi) in sizes),
+    )
+
+
+def _cut(box: Box, axes: Sequence[int], count: int, grains: Sequence[int]) -> list[Box]:
+    """About `count` contiguous parts of a box: along its outermost axis, and further in where that one is too short."""
+
+    def units(axis: int) -> int:
+        return -(-(box[axis][1] - box[axis][0]) // grains[axis])
+
+    while axes and box[axes[0]][1] - box[axes[0]][0] == 1:
+        axes = axes[1:]
+    if count <= 1 or not axes or units(axes[0]) == 1:
+        return [box]
+    axis, (lo, hi) = axes[0], box[axes[0]]
+    n, least = units(axis), grains[axis]
+    parts = min(count, n)
+    # edges on multiples of a power of two keep runs aligned on the other side of a transpose; 16 bytes are worth uneven
+    # bands, because less is moved an element at a time
+    grain = next(g for g in (128, 64, 32, 16, 8, 4, 2, 1) if g == 1 or n // parts >= (16 if g > 8 else 2) * g)
+    edges = [lo + k * n // parts // grain * grain * least for k in range(parts)] + [hi]
+    cut = [(*box[:axis], edge, *box[axis + 1 :]) for edge in itertools.pairwise(edges)]
+    if parts == count or least > 1:  # several rows of a block are contiguous only as whole rows
+        return cut
+    return [inner for part in cut for inner in _cut(part, axes[1:], -(-count // parts), grains)]
