@@ -67,7 +67,8 @@ def train() -> None:
         rollouts = [
             subprocess.Popen(
                 [sys.executable, __file__, "--address", world.address, "--replica", str(k)],
-                stdout=subprocess.PIPE, text=True, env=os.environ | {"SHARDFLY_EXAMPLE_TOKEN": token},
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                env=os.environ | {"SHARDFLY_EXAMPLE_TOKEN": token},
             )
             for k in range(REPLICAS)
         ]  # fmt: skip
@@ -82,16 +83,17 @@ def train() -> None:
             start = time.perf_counter()
             sf.sync(params, plan)
             secs = time.perf_counter() - start
-            versions = dict(plan.version)  # now, as rollouts leave after their last answer
             if not step:
                 console.print(next(line for line in plan.explain().splitlines() if line.startswith("Transport")))
             want = answer([w.T.astype(jnp.bfloat16) for w in params.values()], prompt)
             said = [float(rollout.stdout.readline()) for rollout in rollouts if rollout.stdout]
-            console.print(f"step {step}: {secs * 1e3:.1f} ms, versions {versions}, answers {said}, {want:.6f}")
+            console.print(
+                f"step {step}: {secs * 1e3:.1f} ms, versions {dict(plan.version)}, answers {said}, {want:.6f}"
+            )
             if said != [float(want)] * REPLICAS:
                 raise SystemExit("a rollout answers with other weights")
         for rollout in rollouts:
-            rollout.wait(timeout=60)
+            rollout.communicate(timeout=60)  # which ends its input, and it leaves
 
 
 def roll_out(address: str, replica: int) -> None:
@@ -105,6 +107,7 @@ def roll_out(address: str, replica: int) -> None:
             weights = sf.receive(plan)
             arrays = [array for i in range(LAYERS) for array in weights[f"h.{i}.weight"].values()]
             print(float(answer(arrays, prompt)), flush=True)
+        sys.stdin.read()  # whoever leaves has no version any more, and the trainer is to print all of them
 
 
 def main() -> None:
