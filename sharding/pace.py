@@ -104,8 +104,9 @@ def set_pace(groups: Sequence[Group], layered: Sequence[bool], topology: Topolog
     front = 0
     for kind in outside.values():
         front += _in_turn([kind], tick, front)
+    pace = Pace(front, tuple(made))
     for group in groups:
-        group.pace = Pace(front, tuple(made))
+        group.pace = pace
         if group.is_paced:
             group.start = _start(group, topology)
 

@@ -83,16 +83,34 @@ def begin_roots(
             for turn in range(0, group.roots, together):
                 of_run = rows[edges[start + turn] : edges[start + turn + together]]
                 of_run = of_run[turned[band[of_run]]]
-                place, index = np.unique(at[band[of_run]] * trainers + source[of_run], return_inverse=True)
-                kib = np.bincount(index, nbytes[of_run] >> 10).astype(np.int64)
-                round_, trainer = place // trainers, place % trainers
-                choices = np.arange(0, len(free), -(-len(free) // MOST_BEGINS)) + scattered(start + turn, len(free))
-                cost = served[free[(round_ + choices[:, None]) % len(free)], trainer] @ kib
-                snug = np.roll(cost, 1) + np.roll(cost, -1)  # of places that cost the same, the one without gaps
-                begin = choices[np.lexsort((-snug, cost))[0]]
-                begins[turn : turn + together] = begin
-                served[free[(round_ + begin) % len(free)], trainer] += kib
+                begins[turn : turn + together] = _begin_run(
+                    served, free, at[band[of_run]], source[of_run], nbytes[of_run], start + turn
+                )
             group.round = np.where(turned, free[(at + begins[group.turn]) % len(free)], group.round)
+
+
+def _begin_run(
+    served: np.ndarray, free: np.ndarray, at: np.ndarray, source: np.ndarray, nbytes: np.ndarray, number: int
+) -> int:
+    """Where in `free` a run begins, from which on it counts in `served`.
+
+    Args:
+      served: int64 [rounds, trainers]; KiB that each trainer sends in each round.
+      free: Rounds that the run goes through.
+      at: Of each of its rows, the place in `free` without a turn.
+      source, nbytes: Of each of its rows.
+      number: Of its root.
+    """
+    n, trainers = len(free), served.shape[1]
+    place, index = np.unique(at * trainers + source, return_inverse=True)
+    kib = np.bincount(index, nbytes >> 10).astype(np.int64)
+    at, trainer = place // trainers, place % trainers
+    choices = np.arange(0, n, -(-n // MOST_BEGINS)) + scattered(number, n)
+    cost = served[free[(at + choices[:, None]) % n], trainer] @ kib
+    snug = np.roll(cost, 1) + np.roll(cost, -1)  # of places that cost the same, the one without gaps
+    begin = int(choices[np.lexsort((-snug, cost))[0]])
+    served[free[(at + begin) % n], trainer] += kib
+    return begin
 
 
 class Place(NamedTuple):
@@ -130,15 +148,16 @@ def places(groups: Sequence[Group], families: Sequence[Family]) -> list[Place]:
         starts[expr] = (start, nbytes)
         start += nbytes
     layer = LENGTH // max(last - first, 1)
+    pace = next((group.pace for group in groups if group.pace is not None), None)  # that of the plan
+    tick, steps = (0, []) if pace is None else _lengths(pace)
     out = []
     for group in groups:
-        if group.pace is not None and group.ticks:
-            tick, steps = _lengths(group.pace)
+        if pace is not None and group.ticks:
             lag = tick * -(-LAG // tick) if group.is_paced else LAG
             order, step = EDGE + group.first_tick * tick, LENGTH
             if is_layered(group, families):
-                passes, step = group.pace.passes, steps[group.pass_]
-                order += group.pace.front * tick + (group.layers[0] - passes[group.pass_].layers[0]) * step
+                passes, step = pace.passes, steps[group.pass_]
+                order += pace.front * tick + (group.layers[0] - passes[group.pass_].layers[0]) * step
                 order += sum((p.layers[1] - p.layers[0]) * steps[k] for k, p in enumerate(passes[: group.pass_]))
             out.append(Place(order, step, group.ticks * tick, lag))
         elif is_layered(group, families):
