@@ -29,6 +29,7 @@ from threaded_world import (
     check_update,
     errors,
     eventually,
+    hold_up_launches,
     together,
 )
 
@@ -279,16 +280,7 @@ def test_who_cannot_register_because_an_update_is_pending_offers_nothing(
 def test_who_launches_after_the_others_gave_up_writes_nothing(
     driver: host_gpu.Driver, rendezvous: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch, holds_up, failed = GpuRun._launch, threading.Event(), threading.Event()
-
-    def late(self: GpuRun) -> None:
-        if holds_up.is_set() and self._part.held == {0}:
-            raise RuntimeError("out of luck")
-        if holds_up.is_set() and self._part.held == {1}:
-            assert failed.wait(PATIENCE_SECS)
-        launch(self)
-
-    monkeypatch.setattr(GpuRun, "_launch", late)
+    holds_up, failed = hold_up_launches(monkeypatch)
     with Processes(rendezvous, *SPREAD) as processes:
         check_update(processes, 1)
         before = [registered_bytes(process.plan) for process in processes]
@@ -311,16 +303,7 @@ def test_who_may_still_write_is_waited_for_after_a_rescale_too(
     driver: host_gpu.Driver, rendezvous: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The buffers that were kept are the same, whatever the plan is now."""
-    launch, holds_up, goes_on = GpuRun._launch, threading.Event(), threading.Event()
-
-    def late(self: GpuRun) -> None:
-        if holds_up.is_set() and self._part.held == {0}:
-            raise RuntimeError("out of luck")
-        if holds_up.is_set() and self._part.held == {1}:
-            goes_on.wait(PATIENCE_SECS)
-        launch(self)
-
-    monkeypatch.setattr(GpuRun, "_launch", late)
+    holds_up, goes_on = hold_up_launches(monkeypatch)
     with Processes(rendezvous, [0], [1], [2, 3, 4, 5]) as (trainer, stopped, rollout):
         check_update([trainer, stopped, rollout], 1)
         holds_up.set()

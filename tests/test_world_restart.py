@@ -13,10 +13,9 @@ pytest.importorskip("zmq", reason="needs pyzmq (the zmq extra)")
 import host_gpu
 from checks import registered_bytes
 from small_world import TOKEN, make_plan, params_of, served
-from threaded_world import PATIENCE_SECS, Process, addresses, errors, eventually, together
+from threaded_world import PATIENCE_SECS, Process, addresses, errors, eventually, hold_up_launches, together
 
 import shardfly_jax as sf
-from shardfly_jax.worlds.gpu_run import GpuRun
 
 
 def serving() -> Any:
@@ -84,16 +83,7 @@ def test_versions_go_on_and_rollouts_go_on_serving(transport: str) -> None:
 def test_who_may_still_write_into_buffers_is_waited_for_in_another_world_too(
     driver: host_gpu.Driver, monkeypatch: pytest.MonkeyPatch, has_gone: bool
 ) -> None:
-    launch, holds_up, goes_on = GpuRun._launch, threading.Event(), threading.Event()
-
-    def late(self: GpuRun) -> None:
-        if holds_up.is_set() and self._part.held == {0}:
-            raise RuntimeError("out of luck")
-        if holds_up.is_set() and self._part.held == {1}:
-            goes_on.wait(PATIENCE_SECS)
-        launch(self)
-
-    monkeypatch.setattr(GpuRun, "_launch", late)
+    holds_up, goes_on = hold_up_launches(monkeypatch)
     with serving() as first:
         trainer, stopped, rollout = Process(first, [0]), Process(first, [1]), Process(first, [2, 3, 4, 5])
         holds_up.set()

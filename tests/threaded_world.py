@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from checks import poison_buffers
 from small_world import TOKEN, make_plan, params_of, served, target_of
 
 import shardfly_jax as sf
+from shardfly_jax.worlds.gpu_run import GpuRun
 
 PATIENCE_SECS = 60.0
 
@@ -77,6 +79,21 @@ class Processes:
     def __exit__(self, *_: object) -> None:
         for process in self.all:
             process.world.close()
+
+
+def hold_up_launches(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """While the first event is set, the process of rank 0 fails to launch, and that of rank 1 waits for the second."""
+    launch, holds_up, goes_on = GpuRun._launch, threading.Event(), threading.Event()
+
+    def late(self: GpuRun) -> None:
+        if holds_up.is_set() and self._part.held == {0}:
+            raise RuntimeError("out of luck")
+        if holds_up.is_set() and self._part.held == {1}:
+            assert goes_on.wait(PATIENCE_SECS)
+        launch(self)
+
+    monkeypatch.setattr(GpuRun, "_launch", late)
+    return holds_up, goes_on
 
 
 def errors(results: list[Any]) -> list[str]:
