@@ -63,7 +63,7 @@ def test_the_sharp_bits_are_as_sharp_as_the_page_says(tmp_path: Path) -> None:
 
 
 def test_the_page_on_shardings_has_figures() -> None:
-    assert len(SHARDINGS) == 15
+    assert len(SHARDINGS) == 17
 
 
 OF_EVERY_PROCESS = """
