@@ -172,14 +172,19 @@ def _in_turn(kinds: Sequence[_Kind], tick: Fraction, at: int = 0) -> int:
     for kind in kinds:
         here, edge = edge, edge + kind.nic_nbytes / tick
         paced = _cut(kind, here, edge)
-        if paced and paced[0].trees != turns:
+        mixed = len({group.trees for group in paced}) > 1  # hosts of unequal size: a tick has no one number of turns
+        if paced and (mixed or paced[0].trees != turns):
             at, begin, turns = at + (begin > 0), 0, paced[0].trees
-        end = begin + max((len(group.bands) for group in paced), default=0)
+        ticks = max((-(-(begin + len(group.bands)) // group.trees) for group in paced), default=1)
         for group in kind.groups:
-            group.first_tick, group.ticks = at, max(-(-end // turns), 1)
+            group.first_tick, group.ticks = at, ticks
         for group in paced:
             _pass(group, begin)
-        at, begin = at + end // turns, end % turns
+        if mixed:
+            at, turns = at + ticks, 1
+        else:
+            end = begin + max((len(group.bands) for group in paced), default=0)
+            at, begin = at + end // turns, end % turns
         if not paced:
             at += round(edge) - round(here)
     return at + (begin > 0) - first

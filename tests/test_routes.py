@@ -15,7 +15,7 @@ from shardfly_jax.sharding import groups, pace, routes, routing
 from shardfly_jax.sharding.language import src
 from shardfly_jax.sharding.layouts import Layout
 from shardfly_jax.sharding.mapping import Mapping
-from shardfly_jax.sharding.problem import TargetTree
+from shardfly_jax.sharding.problem import Problem, TargetTree
 from shardfly_jax.sharding.routes import LONGEST_CHAIN, LONGEST_HOST_CHAIN, fill_hops, roots_of, route
 from shardfly_jax.sharding.routing import MAX_ROOTS
 from shardfly_jax.sharding.topology import pools, preset
@@ -99,6 +99,7 @@ def trees_of_few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
 
+@pytest.mark.hypothesis
 @pytest.mark.usefixtures("trees_of_few")
 @pytest.mark.parametrize("random", [cases, quantized_cases], ids=["plain", "quantized"])
 def test_trees_bring_every_byte_once_for_every_sharding(random: Callable[[], st.SearchStrategy[Case]]) -> None:
@@ -114,6 +115,28 @@ def test_trees_bring_every_byte_once_for_every_sharding(random: Callable[[], st.
 
     run()
     assert paced > 10
+
+
+@pytest.mark.usefixtures("trees_of_few")
+@pytest.mark.parametrize("rows", [1, 2, 4, 7])
+def test_trees_take_hosts_that_hold_parts_of_a_tensor_in_unequal_numbers(rows: int, rng: np.random.Generator) -> None:
+    arrays = {f"h.{i}.{name}": fill(rng, (8, 4), "float32") for i in range(2) for name in "abc"}
+    whole = [(0, 8), (0, 4)]
+    parts = {r: [(0, rows), (0, 4)] if r < 3 else [(rows, 8), (0, 4)] for r in (0, 1, 2, 3, 5)}
+    tree = TargetTree(
+        name="rollout",
+        tensors={name: Layout(x.shape, "float32", parts) for name, x in arrays.items()},
+        mapping=Mapping({name: src(name) for name in arrays}),
+        ranks=6,
+    )
+    sources = {name: Layout(x.shape, "float32", {0: whole}) for name, x in arrays.items()}
+    case = Case(arrays, sources, 1, [tree])
+    topology = preset("h200", hosts=4, gpus_per_host=2)
+    made = routing.make_groups(Problem(sources, 1, [tree]), topology)
+    assert {group.sizes for group in made} == {(1, 2), (1, 1)}
+    for group in made:
+        assert (group.round < group.rounds).all()
+    check(case, case.plan(topology))
 
 
 def test_long_chains_become_trees() -> None:
