@@ -10,7 +10,7 @@ ARGS =
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-mpi demo rl test test-gpu check notebook docs bench bench-check bench-gpu clean
+.PHONY: help setup setup-mpi demo rl test fuzz test-gpu check notebook docs bench bench-check bench-gpu clean
 
 # A .venv that does not run, or that came along when a checkout was copied or moved (its editable install points to
 # the old folder), has no valid stamps.
@@ -34,8 +34,12 @@ demo: $(RUN_STAMP) ## three real updates of Qwen3-0.6B on 8 CPU devices, every b
 rl: $(TEST_STAMP) ## GRPO on CPU devices, rollouts synced after every step (ARGS="--mode async" chooses)
 	$(PY) -m shardfly_jax rl $(ARGS)
 
+# Property tests try the same cases in every run, so that a failure is of the change at hand; `make fuzz` looks for others.
 test: $(TEST_STAMP) ## run the tests, a process per core (ARGS="-k word" chooses)
-	$(PY) -m pytest -n auto --maxprocesses 8 --dist loadfile $(ARGS)
+	$(PY) -m pytest -n auto --maxprocesses 8 --dist loadfile --hypothesis-profile=ci $(ARGS)
+
+fuzz: $(TEST_STAMP) ## property tests on new random cases, again and again until one fails
+	while $(PY) -m pytest -q -n auto --maxprocesses 8 -m hypothesis $(ARGS); do :; done; exit 1
 
 check: $(TEST_STAMP) ## lint, format and types
 	$(PY) -m ruff check .

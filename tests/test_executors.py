@@ -69,6 +69,7 @@ def test_host_executor_writes_what_the_mapping_means(case: Case) -> None:
     run_on_poisoned_buffers(case, HostExecutor, jax.local_devices())
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("size", [1, 7])
 def test_host_executor_quantizes_in_parts_of_any_size(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hostquantize, "PART_SIZE", size)

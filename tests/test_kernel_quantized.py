@@ -183,6 +183,7 @@ def test_slots_are_read_in_chunks_soon_after_they_are_filled(sources: int, monke
     job.check()
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("nbytes", [1, 100, 1 << 10])
 def test_slots_are_cut_into_chunks_of_any_size(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slot_chunks, "CHUNK_NBYTES", nbytes)

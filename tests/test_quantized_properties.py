@@ -34,6 +34,7 @@ def test_codes_and_scales_are_those_of_the_whole_tensor_for_every_sharding(case:
     check(case, case.plan())
 
 
+@pytest.mark.hypothesis
 def test_grids_too_large_to_mark_keep_boxes_of_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocking, "MASK_SIZE", 0)
 
@@ -45,6 +46,7 @@ def test_grids_too_large_to_mark_keep_boxes_of_slots(monkeypatch: pytest.MonkeyP
     run()
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("nbytes", [4, 16, 64])
 def test_bands_that_are_smaller_than_blocks_write_every_code_once(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     monkeypatch.setattr(routing, "BAND_NBYTES", 4 * nbytes)

@@ -58,6 +58,7 @@ def follow(tables: OpTables, memory: Memory) -> None:
         assert sum(map(len, queues.values())) < before, "nothing can go on"
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("devices", [1, 3])
 @pytest.mark.parametrize("chunk_nbytes", [8 << 20, 64])
 def test_following_the_records_quantizes_as_the_mapping_means(

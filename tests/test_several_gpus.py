@@ -64,6 +64,7 @@ def run_random_case(case: Case, platform: str, places: list[int]) -> None:
         assert bits(jnp.array(shards[key].array, copy=True)).tobytes() == bits(flat).tobytes(), key
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_any_layouts_arrive_wherever_the_ranks_are(platform: str) -> None:
     @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)

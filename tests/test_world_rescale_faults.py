@@ -17,9 +17,11 @@ import pytest
 pytest.importorskip("zmq", reason="needs pyzmq (the zmq extra)")
 
 from small_world import RANKS, TOKEN
+from threaded_world import eventually
 from worker_process import PATIENCE_SECS, Process
 
 import shardfly_jax as sf
+from shardfly_jax.worlds.world import World
 
 DEADLINE_SECS = 3.0
 LOST_SECS = 4.0
@@ -29,12 +31,12 @@ TYPED = {"RankLost", "SyncTimeout", "WorldLost", "UpdateRefused"}
 class Pool:
     """Processes by role, the ranks they have now, and what they serve."""
 
-    def __init__(self, address: str):
-        self.address = address
+    def __init__(self, world: World):
+        self.world, self.address = world, world.address
         self.at = {role: Process() for role in RANKS}
         self.seed = self.version = 0
         for role, process in self.at.items():
-            process.ask("join", address=address, ranks=RANKS[role])
+            process.ask("join", address=self.address, ranks=RANKS[role])
         self.ranks = dict(RANKS)
         self.tp, self.is_whole = 2, True
         assert {process.answer()["outcome"] for process in self.at.values()} == {"ok"}
@@ -66,6 +68,12 @@ class Pool:
         """Counts a process as gone."""
         self.is_whole = False  # until the scenario has come to its end
         return self.at.pop(role)
+
+    def counts(self, role: str) -> bool:
+        """Whether the first process of a role is still a member for the rendezvous."""
+        assert self.world._serving is not None
+        name = "-".join(map(str, RANKS[role]))  # as it joined
+        return name in {member.name for member in list(self.world._serving._rendezvous.members.values())}
 
     def rescale(self, ranks: dict[str, list[int]], replicas: int, tp: int) -> None:
         """All change to a pool of these roles and ranks, missing ones in new processes. Who serves goes on serving."""
@@ -103,7 +111,7 @@ class Pool:
 @pytest.fixture(scope="module")
 def pools() -> Iterator[list[Pool]]:
     with sf.connect("tcp://127.0.0.1:0", TOKEN, serve=True, deadline_secs=DEADLINE_SECS, lost_secs=LOST_SECS) as world:
-        made = [Pool(world.address)]
+        made = [Pool(world)]
         try:
             yield made
         finally:
@@ -115,7 +123,7 @@ def pool(pools: list[Pool]) -> Pool:
     """Five processes that have done an update; scenarios share them as long as none of them fails."""
     if not pools[0].is_whole:
         pools[0].end()
-        pools[0] = Pool(pools[0].address)
+        pools[0] = Pool(pools[0].world)
     pools[0].check_update()
     return pools[0]
 
@@ -169,6 +177,7 @@ def test_a_pool_goes_on_without_who_was_lost_and_later_with_another(pool: Pool, 
         pool.rescale(*WITHOUT[scenario.role, scenario.tp], scenario.tp)
         pool.check_update()
         if scenario.action == "stop":
+            eventually(lambda: not pool.counts(scenario.role))
             victim.popen.send_signal(signal.SIGCONT)
             assert victim.answer()["outcome"] in {"ok", *TYPED}
             assert victim.call("rescale", ranks=RANKS[scenario.role], replicas=2)["outcome"] == "WorldLost"
