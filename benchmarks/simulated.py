@@ -28,6 +28,8 @@ from shardfly_jax.sharding.topology import pools
 TRAINERS = (2, 8, 128, 1024)
 ROLLOUT_SIZES = (2, 8, 32, 128, 1024)
 """GPUs of a pool."""
+ODD_SIZES = (3, 15, 22, 24, 40, 48)
+"""Also of rollouts: numbers of replicas that divide no tensor's axis, and hosts that hold unequal numbers of them."""
 MEMORY_NBYTES = {"h20": 96e9, "h100": 80e9, "h200": 141e9}
 ROLLOUTS: dict[str, list[tuple[int, bool]]] = {
     # ranks of a replica, and whether each holds whole experts (EP)
@@ -78,14 +80,14 @@ def rank_nbytes(tree: Any) -> int:
 
 
 def cells() -> Iterator[Cell]:
-    """All of the grid whose replicas fill the rollout pool; the largest last."""
+    """All of the grid whose replicas fill the rollout pool; the largest pools last."""
     found = (
         Cell(model=model, trainers=trainers, rollouts=rollouts, ranks=ranks, expert_parallel=expert_parallel)
         for model, ways in ROLLOUTS.items()
         for trainers in TRAINERS
-        for rollouts in ROLLOUT_SIZES
+        for rollouts in (*ROLLOUT_SIZES, *ODD_SIZES)
         for ranks, expert_parallel in ways
-        if ranks <= rollouts
+        if rollouts % ranks == 0
     )
     return iter(sorted(found, key=lambda cell: cell.rollouts))
 

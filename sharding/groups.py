@@ -11,10 +11,12 @@ import numpy as np
 
 from shardfly_jax.sharding.language import Expr, quantized
 from shardfly_jax.sharding.layouts import Box, box_shape
-from shardfly_jax.sharding.routes import LONGEST_HOST_CHAIN, Route, route
+from shardfly_jax.sharding.routes import Route, route
 
 SMALLEST_BAND_NBYTES = 64 << 10
 """Boxes are cut so that several members are roots at once, down to bands of this size."""
+MOST_TURNS = 256
+"""Turns of a group at a plan's pace; where hosts of many sizes would need more, their NICs bring almost equal parts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class Group:
       round: int64 [bands]; the part of a layer's span in which each band is sent. Roots begin theirs in another one,
         as trainers have time (`schedule.begin_roots`).
       is_paced: Whether its bands are passed on at the plan's pace.
-      pace: The plan's, if hosts form a tree for some of its groups.
+      pace: The plan's, if some of its groups have several hosts.
       pass_: Which of the pace's passes a group in layers is part of.
       first_tick, ticks: When a layer of the group begins within a layer of its pass, or among tensors outside the
         layers, and how long it takes; no ticks if it rides along.
@@ -129,13 +131,19 @@ class Group:
 
     @property
     def is_wide(self) -> bool:
-        """Whether it has so many hosts that they form a tree."""
-        return len(self.sizes) > LONGEST_HOST_CHAIN
+        """Whether it has several hosts, which form a tree."""
+        return len(self.sizes) > 1
 
     @property
     def trees(self) -> int:
-        """Trees at a time if hosts form them: each member of a host is entry of two (see `pace`)."""
+        """Trees of hosts at a time: each member of a host is entry of two (see `pace`)."""
         return 2 * max(self.sizes)
+
+    @property
+    def turns(self) -> int:
+        """Trees after which every member of every host has been entry equally often: those of some ticks."""
+        of_all = math.lcm(self.trees, *self.sizes)
+        return of_all if of_all <= MOST_TURNS else MOST_TURNS // self.trees * self.trees
 
     @property
     def takes_turns(self) -> bool:
@@ -146,7 +154,7 @@ class Group:
     def route(self) -> Route:
         """Who passes on to whom, turn by turn."""
         tiny = max(band.size for band in self.bands) * self.itemsize <= SMALLEST_BAND_NBYTES
-        return route(self.sizes, self.start, self.roots, tiny, self.is_paced)
+        return route(self.sizes, self.start, self.roots, tiny, self.trees if self.is_paced else None)
 
 
 def band_boxes(group: Group, count: int) -> list[Box]:

@@ -1,12 +1,13 @@
-"""The pace of groups whose hosts form a tree: in every tick all links carry alike.
+"""The pace of groups of several hosts, which form a tree: in every tick all links carry alike.
 
 In a binary tree half of the hosts send twice and half not at all. So such a group has twice as many trees as it has
 members in a host, each member entry of two: inside of one and at the end of the other, as a host's places in them lie
 half of the hosts apart. A *tick* passes on one band along each tree; every NIC receives two and sends two, and in each
-host all GPUs pass on alike. What a host passes on in a tick left the trainers a tick per hop earlier, and all wait for
-whoever has the largest bands under way. So all tensors have bands of about one size, one after the other without
-gaps, and those outside the layers come before all layers. Tensors whose trees are not alike, as of experts that fewer
-hosts share, take passes over the layers of their own: at each change hosts would wait for each other.
+host all GPUs pass on alike. A host with fewer members than others goes round them in more turns than a tick has. What a
+host passes on in a tick left the trainers a tick per hop earlier, and all wait for whoever has the largest bands under
+way. So all tensors have bands of about one size, one after the other without gaps, and those outside the layers come
+before all layers. Tensors whose trees are not alike, as of experts that fewer hosts share, take passes over the layers
+of their own: at each change hosts would wait for each other.
 
 Two trees: Sanders, Speck, Träff, Two-tree algorithms for full bandwidth broadcast, reduction and scan (2009).
 """
@@ -50,7 +51,7 @@ class _Kind:
     @property
     def widest(self) -> Group | None:
         """The one with the largest box of those that have several hosts; None without such."""
-        return max((group for group in self.groups if len(group.sizes) > 1), key=lambda g: g.box_nbytes, default=None)
+        return max((group for group in self.groups if group.is_wide), key=lambda g: g.box_nbytes, default=None)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -70,9 +71,7 @@ class _Kind:
 
 
 def set_pace(groups: Sequence[Group], layered: Sequence[bool], topology: Topology) -> None:
-    """Sets the pace of a plan in which hosts form a tree for some group, and bands, turns and rounds of its groups.
-
-    Groups of several hosts, but few enough for a chain, form trees there too.
+    """Sets the pace of a plan in which some group has several hosts, and bands, turns and rounds of such groups.
 
     Args:
       groups: With their members and bands.
@@ -87,7 +86,7 @@ def set_pace(groups: Sequence[Group], layered: Sequence[bool], topology: Topolog
         if is_layered or (group.is_wide and not reads_scales(group.expr)):
             (inside if is_layered else outside).setdefault(group.expr, _Kind([])).groups.append(group)
     order = sorted(inside, key=lambda expr: (reads_scales(expr), -inside[expr].nic_nbytes))
-    rows = sum(len(group.members) * group.box_nbytes for group in groups if len(group.sizes) > 1)
+    rows = sum(len(group.members) * group.box_nbytes for group in groups if group.is_wide)
     tick = _tick_nbytes(rows, [inside[expr] for expr in order], list(outside.values()))
     passes: dict[tuple[bool, tuple[int, int], tuple[int, int]], list[_Kind]] = {}
     for expr in order:
@@ -207,18 +206,18 @@ def _cut(kind: _Kind, begin: Fraction, end: Fraction) -> list[Group]:
     for group in kind.groups:
         wanted = round(end * group.trees) - round(begin * group.trees)
         wanted = min(wanted, group.box_nbytes // SMALLEST_BAND_NBYTES)
-        if len(group.sizes) > 1 and wanted > 0:
+        if group.is_wide and wanted > 0:
             even = next((count for count in range(wanted, 1, -1) if _cuts_evenly(group, count)), 1)
             group.bands = bands_of(group, band_boxes(group, even))
-            group.roots, group.is_paced = group.trees, True
+            group.roots, group.is_paced = group.turns, True
             paced.append(group)
     return paced
 
 
 def _pass(group: Group, begin: int) -> None:
     """Sets turns and rounds of a group's bands, of which the first one has the turn `begin` of its tick."""
-    place = begin + _places(len(group.bands), group.roots)
-    group.turn, group.round = place % group.roots, place // group.roots
+    place = begin + _places(len(group.bands), group.trees)
+    group.turn, group.round = place % group.roots, place // group.trees
     group.rounds = group.ticks
 
 

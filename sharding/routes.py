@@ -4,8 +4,8 @@ In each host one member, the *entry*, receives over the NIC; the bytes cross bet
 inside over NVLink. A group takes several *turns*, each for a part of its bytes: roots and entries rotate, so that every
 NIC of a host carries its part and every host is at the end of the route as often as at its beginning.
 
-Two or three hosts form a chain, more a binary tree; so do the members of a host, but for longer chains. In a tree half
-of the hosts send twice and half not at all; over the turns of evenly spaced roots that evens out.
+Hosts form a binary tree; the members of a host a chain, or a tree where that would be long. In a tree half of the hosts
+send twice and half not at all; over the turns of evenly spaced roots that evens out.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ import numpy as np
 
 LONGEST_CHAIN = 16
 """More members of a host form a tree."""
-LONGEST_HOST_CHAIN = 3
-"""More hosts form trees: at one pace they fill sooner than a chain, with fewer and larger bands (see `pace`)."""
 
 
 class Route(NamedTuple):
@@ -36,25 +34,30 @@ class Route(NamedTuple):
     depth: np.ndarray
 
 
-def fill_hops(sizes: Sequence[int]) -> int:
-    """Parts of a route's bytes that are under way before the last member gets its first, a tree's second sends too."""
-    counts = ((len(sizes), LONGEST_HOST_CHAIN), (max(sizes), LONGEST_CHAIN))
-    return sum(n - 1 if n <= longest else 2 * (n - 1).bit_length() for n, longest in counts)
+def fill_hops(members: int) -> int:
+    """Parts that are under way in a host before its last member gets the first one, second sends of trees included."""
+    return members - 1 if members <= LONGEST_CHAIN else 2 * (members - 1).bit_length()
 
 
-def roots_of(sizes: Sequence[int], start: np.ndarray, turns: int) -> np.ndarray:
+def roots_of(sizes: Sequence[int], start: np.ndarray, turns: int, cycle: int | None = None) -> np.ndarray:
     """The root of each turn.
 
     Args:
       sizes: Members per host.
       start: Member that is the first root; of any shape that broadcasts with [turns].
       turns: How many roots there are.
+      cycle: In how many turns they go round the hosts; in all of them unless given.
     """
     first = np.concatenate([[0], np.cumsum(sizes)])
     host = np.searchsorted(first, start, side="right") - 1
     turn = np.arange(turns)
-    at = (host + turn * len(sizes) // turns) % len(sizes)
+    at = (host + _hosts_on(turn, len(sizes), cycle or turns)) % len(sizes)
     return first[at] + _entry(np.array(sizes)[at], start - first[host], turn, turns)
+
+
+def _hosts_on(turn: np.ndarray, hosts: int, cycle: int) -> np.ndarray:
+    """How many hosts after the first root's the one of a turn is."""
+    return turn % cycle * hosts // cycle
 
 
 def _entry(size: np.ndarray, start: np.ndarray, turn: np.ndarray, turns: int) -> np.ndarray:
@@ -63,30 +66,30 @@ def _entry(size: np.ndarray, start: np.ndarray, turn: np.ndarray, turns: int) ->
 
 
 @functools.lru_cache(maxsize=4096)
-def route(sizes: tuple[int, ...], start: int, turns: int, shallow: bool, host_trees: bool = False) -> Route:
+def route(sizes: tuple[int, ...], start: int, turns: int, shallow: bool, cycle: int | None = None) -> Route:
     """The routes of a group.
 
     Args:
       sizes: Members per host.
       start: Member that is the first root.
       turns: How many roots there are.
-      shallow: Trees even where chains are short: for bytes so few that latency counts more than links.
-      host_trees: Trees of hosts even where chains are short.
+      shallow: Trees in hosts even where chains are short: for bytes so few that latency counts more than links.
+      cycle: As in `roots_of`.
     """
     n, m = len(sizes), sum(sizes)
     longest = 2 if shallow else LONGEST_CHAIN
-    longest_of_hosts = 2 if shallow or host_trees else LONGEST_HOST_CHAIN
     first = np.concatenate([[0], np.cumsum(sizes)])[:-1]
     size = np.array(sizes)
     turn = np.arange(turns)[:, None]
     start_host = int(np.searchsorted(first, start, side="right")) - 1
-    host_place = (np.arange(n) - start_host - turn * n // turns) % n
+    root_host = start_host + _hosts_on(turn, n, cycle or turns)
+    host_place = (np.arange(n) - root_host) % n
     entry = first + _entry(size, np.array(start - first[start_host]), turn, turns)
-    host_before, host_depth = _before(host_place, n <= longest_of_hosts)
-    before_host = (host_before + start_host + turn * n // turns) % n
+    host_before, host_depth = _before(host_place, is_chain=False)
+    before_host = (host_before + root_host) % n
     host = np.repeat(np.arange(n), size)
     place = (np.arange(m) - entry[:, host]) % size[host]
-    before, depth = _before(place, bool(size.max() <= longest))
+    before, depth = _before(place, is_chain=bool(size.max() <= longest))
     within = first[host] + (before + entry[:, host] - first[host]) % size[host]
     across = np.take_along_axis(entry, before_host, axis=1)[:, host]
     giver = np.where(place == 0, across, within)
@@ -97,7 +100,7 @@ def route(sizes: tuple[int, ...], start: int, turns: int, shallow: bool, host_tr
     return Route(order, giver, depth)
 
 
-def _before(place: np.ndarray, is_chain: bool) -> tuple[np.ndarray, np.ndarray]:
+def _before(place: np.ndarray, *, is_chain: bool) -> tuple[np.ndarray, np.ndarray]:
     """The place that feeds each place, 0 for 0, and the hops from 0, along a chain or a binary tree."""
     if is_chain:
         return np.maximum(place - 1, 0), place

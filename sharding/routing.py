@@ -36,6 +36,8 @@ SMOOTH_LATE_ROUNDS = 256
 """The same for tensors outside the layers, which are large and spread over most of an update."""
 SMOOTH_BAND_NBYTES = 256 << 10
 """Bands are not cut below this to that end."""
+UNEVEN_BANDS = 4
+"""Bands for each root from which on some may have one more than others."""
 SMOOTH_ROWS = 1 << 18
 """Nor so that the forwards of one tensor on all ranks would be more rows than this."""
 LATE_PERCENT = 25
@@ -84,9 +86,9 @@ def make_groups(problem: Problem, topology: Topology | None) -> list[Group]:
     _choose_roots(groups)
     for group in groups:
         if not group.is_paced:  # else they are set already
-            numbers, per_root = np.arange(len(group.bands)), max(len(group.bands) // group.roots, 1)
-            group.turn = numbers // per_root
-            group.round = numbers % per_root * group.rounds // per_root
+            runs = np.array_split(np.arange(len(group.bands)), group.roots)
+            group.turn = np.repeat(np.arange(group.roots), [len(run) for run in runs])
+            group.round = np.concatenate([(run - run[:1]) * group.rounds // len(runs[0]) for run in runs])
     return groups
 
 
@@ -122,18 +124,18 @@ def _cut_bands(group: Group, rank_nbytes: int, ranks: int, known_hosts: bool) ->
         return
     # a route takes as many times as long to fill as one round takes to pass on
     percent = FILL_PERCENT if group.n_layers > 1 else LATE_PERCENT
-    rounds = min(-(-nbytes * fill_hops(group.sizes) * 100 // (rank_nbytes * percent)), most)
+    rounds = min(-(-nbytes * fill_hops(members) * 100 // (rank_nbytes * percent)), most)
     if known_hosts:
         smooth = SMOOTH_LATE_ROUNDS if group.n_layers == 1 else SMOOTH_ROUNDS
         rounds = max(rounds, min(smooth, SMOOTH_ROWS // (ranks * roots), nbytes // (SMOOTH_BAND_NBYTES * roots)))
     per_root = max(-(-nbytes // (BAND_NBYTES * roots)), rounds)
     boxes = band_boxes(group, per_root * roots)
-    if len(boxes) > roots and len(boxes) % roots:  # blocks leave fewer edges than bands were wanted
+    if len(boxes) % roots and len(boxes) < UNEVEN_BANDS * roots:  # blocks leave fewer edges than bands were wanted
         boxes = band_boxes(group, len(boxes) // roots * roots)
-    if len(boxes) % roots:  # an axis too short to be cut evenly
-        return
+        if len(boxes) % roots:  # an axis too short to be cut evenly
+            return
     group.bands, group.roots = bands_of(group, boxes), roots
-    group.rounds = min(rounds, len(boxes) // roots)
+    group.rounds = min(rounds, -(-len(boxes) // roots))
 
 
 def _choose_roots(groups: list[Group]) -> None:

@@ -8,7 +8,7 @@ trainer waits while others send (`begin_roots`), and when in a round a trainer s
 hit by all at once. A forward follows what it forwards by a lag per hop. Every dependency points to a smaller number:
 the order is a linear extension.
 
-Where hosts form trees, tensors take ticks instead, and those outside the layers come first: see `pace`.
+Where replicas fill several hosts, tensors take ticks instead, and those outside the layers come first: see `pace`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def begin_roots(
         for start, group in members:
             free = np.arange(group.rounds)
             if group.is_paced:
-                free = free[np.bincount(group.round, minlength=group.rounds) == group.roots]
+                free = free[np.bincount(group.round, minlength=group.rounds) == group.trees]
             if len(free) < 2:
                 continue
             at = np.searchsorted(free, group.round).clip(max=len(free) - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -16,7 +17,7 @@ from shardfly_jax.sharding.language import src
 from shardfly_jax.sharding.layouts import Layout
 from shardfly_jax.sharding.mapping import Mapping
 from shardfly_jax.sharding.problem import Problem, TargetTree
-from shardfly_jax.sharding.routes import LONGEST_CHAIN, LONGEST_HOST_CHAIN, fill_hops, roots_of, route
+from shardfly_jax.sharding.routes import LONGEST_CHAIN, fill_hops, roots_of, route
 from shardfly_jax.sharding.routing import MAX_ROOTS
 from shardfly_jax.sharding.topology import pools, preset
 
@@ -30,9 +31,10 @@ def test_bytes_reach_every_member_from_one_that_has_them(
     members = sum(sizes)
     start = data.draw(st.integers(0, members - 1))
     turns = data.draw(st.integers(1, min(128, members)))
-    found = route(sizes, start, turns, few)
+    cycle = data.draw(st.none() | st.integers(1, turns))
+    found = route(sizes, start, turns, few, cycle)
     host = np.repeat(np.arange(len(sizes)), sizes)
-    assert found.order[:, 0].tolist() == roots_of(sizes, np.array(start), turns).tolist()
+    assert found.order[:, 0].tolist() == roots_of(sizes, np.array(start), turns, cycle).tolist()
     assert found.order[0, 0] == start
     for order, giver, depth in zip(*found, strict=True):
         assert sorted(order.tolist()) == list(range(members))
@@ -47,7 +49,7 @@ def test_bytes_reach_every_member_from_one_that_has_them(
 @pytest.mark.parametrize(("hosts", "per_host"), [*itertools.product((1, 2, 3, 4, 18, 128), (1, 2, 4, 8))])
 def test_over_the_turns_every_nic_brings_and_takes_its_part(hosts: int, per_host: int) -> None:
     members = hosts * per_host
-    turns = min(MAX_ROOTS, members) if hosts <= LONGEST_HOST_CHAIN else 2 * per_host
+    turns = min(MAX_ROOTS, members) if hosts == 1 else 2 * per_host
     found = route((per_host,) * hosts, 0, turns, False)
     host = np.arange(members) // per_host
     ingress, egress = np.zeros(members), np.zeros(members)
@@ -60,13 +62,24 @@ def test_over_the_turns_every_nic_brings_and_takes_its_part(hosts: int, per_host
     assert egress.max() <= ingress.max()
 
 
+@pytest.mark.parametrize("sizes", [(8, 7), (8, 8, 3), (4, 3), (2, 1, 2), (8,) * 127 + (5,)])
+def test_every_nic_brings_as_much_as_its_neighbours_where_hosts_are_unequal(sizes: tuple[int, ...]) -> None:
+    cycle = 2 * max(sizes)
+    turns = math.lcm(cycle, *sizes)
+    host, ingress = np.repeat(np.arange(len(sizes)), sizes), np.zeros(sum(sizes))
+    for order, giver, _ in zip(*route(sizes, 0, turns, False, cycle), strict=True):
+        ingress[order[0]] += 1
+        ingress[order[1:][host[giver[order[1:]]] != host[order[1:]]]] += 1
+    assert (ingress == turns / np.array(sizes)[host]).all()
+
+
 @pytest.mark.parametrize("trainers", [4, 16])
 def test_trees_of_hosts_bring_every_byte_to_every_replica_once(
     trainers: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (groups, pace):
         monkeypatch.setattr(module, "SMALLEST_BAND_NBYTES", 16)
-    hosts = LONGEST_HOST_CHAIN + 2
+    hosts = 5
     arrays = {f"h.{k}.w": fill(rng, (64, 32), "float32") for k in range(3)} | {"embed": fill(rng, (256, 16), "float32")}
     sources, targets = {}, {}
     for name, x in arrays.items():
@@ -85,12 +98,10 @@ def test_trees_of_hosts_bring_every_byte_to_every_replica_once(
 
 @pytest.fixture
 def trees_of_few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Two hosts form a tree already, and a few bytes are a band."""
+    """Two GPUs form a tree already, and a few bytes are a band."""
     for module in (groups, pace, routing):
         monkeypatch.setattr(module, "SMALLEST_BAND_NBYTES", 4)
     monkeypatch.setattr(routes, "LONGEST_CHAIN", 1)
-    for module in (groups, routes):
-        monkeypatch.setattr(module, "LONGEST_HOST_CHAIN", 1)
     route.cache_clear()  # type: ignore[attr-defined]
     yield
     route.cache_clear()  # type: ignore[attr-defined]
@@ -142,8 +153,8 @@ def test_trees_take_hosts_that_hold_parts_of_a_tensor_in_unequal_numbers(rows: i
 def test_long_chains_become_trees() -> None:
     assert route((LONGEST_CHAIN,), 0, 1, False).depth.max() == LONGEST_CHAIN - 1
     assert route((LONGEST_CHAIN + 1,), 0, 1, False).depth.max() == 4
-    assert route((1,) * LONGEST_HOST_CHAIN, 0, 1, False).depth.max() == LONGEST_HOST_CHAIN - 1
+    assert route((1, 1, 1), 0, 1, False).depth.max() == 1
     assert route((1,) * 128, 0, 1, False).depth.max() == 7
     assert route((8,) * 128, 0, 1, False).depth.max() == 7 + 7
     assert route((1,) * 8, 0, 1, True).depth.max() == 3
-    assert [fill_hops(sizes) for sizes in ((8,), (8, 8), (1,) * 128)] == [7, 1 + 7, 14]
+    assert [fill_hops(members) for members in (8, 16, 17, 128)] == [7, 15, 10, 14]

@@ -86,7 +86,7 @@ def test_at_a_pace_runs_are_turned_through_their_whole_ticks_and_every_place_sta
     groups = []
     for _ in range(8):
         group = group_of(1, bands, 1)
-        group.roots, group.is_paced = trees, True
+        group.sizes, group.roots, group.is_paced = (2, 2), trees, True
         group.turn, group.round = places % trees, places // trees
         group.rounds = int(group.round.max()) + 1
         groups.append(group)
