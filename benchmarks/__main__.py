@@ -56,8 +56,8 @@ def main() -> None:
         "parts",
         nargs="*",
         metavar="PART",
-        help="planning, growth, simulated, updating (all by default), on_gpu, quantizing, processes (need a GPU), "
-        "on_gpus (needs two)",
+        help="planning, models, growth, simulated, updating (all by default), on_gpu, quantizing, processes (need a "
+        "GPU), on_gpus (needs two)",
     )
     parser.add_argument("--tables-only", action="store_true", help="only renew the README's tables from the JSON")
     parser.add_argument("--check", action="store_true", help="compare with the committed results; write nothing")
@@ -69,47 +69,50 @@ def main() -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # of this program; those that it starts take the GPUs
     os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if {"on_gpu", "quantizing"} & {*options.parts} else "cpu")
     os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-    from benchmarks import gpu_job, growth, on_gpu, planning, processes, simulated, updating
+    from benchmarks import gpu_job, growth, models, on_gpu, planning, processes, simulated, updating
 
     console = Console()
 
     def report(text: str) -> None:
         console.print(f"  {text}")
 
+    measured: dict[str, list[dict[str, Any]]] = {}
+
     def save(part: str, rows: list[dict[str, Any]], failed: list[dict[str, Any]] | None = None) -> None:
+        measured[part] = rows
+        if options.check:
+            return
         result = {"machine": machine(), "rows": rows} | ({"failed": failed} if failed else {})
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / f"{part}.json").write_text(json.dumps(result, indent=1) + "\n")
 
     runs: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "planning": lambda: planning.run(report),
+        "models": lambda: models.run(report),
         "growth": lambda: growth.run(report),
         "simulated": lambda: simulated.run(console),
         "updating": lambda: updating.run(console),
         "on_gpu": lambda: on_gpu.run(report),
         "quantizing": lambda: on_gpu.run(report, quantizing=True),
-        "processes": lambda: processes.run(report, save if not options.check else lambda *_: None),
-        "on_gpus": lambda: gpu_job.run(report, save if not options.check else lambda *_: None),
+        "processes": lambda: processes.run(report, save),
+        "on_gpus": lambda: gpu_job.run(report, save),
     }
-    # planning first, whose memory is measured by the process' peak
     chosen = [part for part in runs if part in options.parts] or [
         part for part in runs if part not in ("on_gpu", "quantizing", "processes", "on_gpus")
     ]
     if unknown := [part for part in options.parts if part not in runs]:
         parser.error(f"unknown parts {unknown}; choose from {', '.join(runs)}")
-    if options.check:
-        faults = []
-        for part in chosen:
-            console.print(f"[bold]{part}[/bold]")
-            before = json.loads((RESULTS / f"{part}.json").read_text())["rows"]
-            faults += check.regressions(part, before, runs[part]())
-        raise SystemExit("\n".join(faults) if faults else 0)
     if not options.tables_only:
         for part in chosen:
             console.print(f"[bold]{part}[/bold]")
             rows = runs[part]()
             if part not in ("on_gpus", "processes"):  # which save themselves
                 save(part, rows)
+    if options.check:
+        faults = []
+        for part, rows in measured.items():  # `peers` too, where `on_gpus` ran
+            faults += check.regressions(part, json.loads((RESULTS / f"{part}.json").read_text())["rows"], rows)
+        raise SystemExit("\n".join(faults) if faults else 0)
     tables.renew(RESULTS, Path(__file__).parents[1] / "README.md")
     for part in (*chosen, *(["peers"] if "on_gpus" in chosen else [])):
         if (path := RESULTS / f"{part}.json").exists():

@@ -59,7 +59,7 @@ SERIES: dict[str, tuple[Callable[[int], Inputs], list[int]]] = {
     "layers": (layers, [2**k for k in range(2, 11)]),
     "tensors": (tensors, [2**k for k in range(2, 13)]),
     "trainers": (trainers, [2**k for k in range(2, 11)]),
-    "replicas": (replicas, [2**k for k in range(9)]),
+    "replicas": (replicas, [2**k for k in range(12)]),
 }
 """What is planned, and for which n."""
 

@@ -28,6 +28,7 @@ from benchmarks.profiled import phase_secs
 from shardfly_jax.executors.convert import as_bits
 from shardfly_jax.executors.memory import Sources
 from shardfly_jax.layout import leaf_names
+from shardfly_jax.sharding.grids import PLAIN, grid_shape
 from shardfly_jax.today import make_update
 from shardfly_jax.update import bound_sources
 
@@ -46,13 +47,19 @@ MATRICES = [
 ]
 QUANTIZED = [
     # model, layers, trainer dtype, quantization if any
+    ("Qwen3-0.6B", 28, "bfloat16", "fp8_block"),
     ("Qwen3-8B", 36, "bfloat16", "fp8_block"),
     ("Qwen3-8B", 36, "bfloat16"),
+    ("Qwen3-30B-A3B", 12, "bfloat16", "fp8_block"),
 ]
-CHANNELS = [
-    # how the input axis of 32 matrices of 4096 x 12288 is cut, which become transposed codes with a scale per row
-    ("whole", "bfloat16"),
-    ("cut in two", "bfloat16"),
+FORMATS = [
+    # in which format 32 matrices of 4096 x 12288 are quantized, transposed; how their input axis is cut
+    ("fp8 channels", sf.formats.Fp8Channel(), "whole"),
+    ("fp8 channels", sf.formats.Fp8Channel(), "cut in two"),
+    ("fp8 tensor", sf.formats.vllm_fp8_tensor(), "whole"),
+    ("int8 channels", sf.formats.Int8Channel(), "whole"),
+    ("mxfp8", sf.formats.ocp_mxfp8(), "whole"),
+    ("mxfp4", sf.formats.ocp_mxfp4(), "whole"),
 ]
 RUNS = 11
 COPIED_NBYTES = 4 << 30
@@ -149,9 +156,9 @@ def quantizing_cases(gpu: jax.Device) -> Iterator[tuple[str, str, Callable[[], C
     for name, layers, dtype, *quantization in QUANTIZED:
         label = ", ".join([name, f"{layers} layers", *quantization])
         yield label, dtype, functools.partial(of_model, gpu, name, layers, dtype, *quantization)
-    for cut, dtype in CHANNELS:
-        label = f"32 matrices of 4096 x 12288 transposed, fp8 channels, input axis {cut}"
-        yield label, dtype, functools.partial(of_channels, gpu, cut, dtype)
+    for name, format, cut in FORMATS:
+        label = f"32 matrices of 4096 x 12288 transposed, {name}, input axis {cut}"
+        yield label, "bfloat16", functools.partial(of_format, gpu, format, cut)
 
 
 def of_model(gpu: jax.Device, name: str, layers: int, dtype: str, quantization: str | None = None) -> Case:
@@ -175,27 +182,40 @@ def of_matrices(gpu: jax.Device, what: str, dtype: str) -> Case:
     return _case(random_params(source), sf.make_plan(source, target, sf.Mapping(moved), allow_cast="*"))
 
 
-def of_channels(gpu: jax.Device, cut: str, dtype: str) -> Case:
-    """Matrices [in, out] that become codes [out, in] with a scale per row; if cut, two trainer ranks hold halves."""
-    place, (n_in, n_out) = SingleDeviceSharding(gpu), (4096, 12288)
-    names = [f"w{k}" for k in range(32)]
-    source = {name: jax.ShapeDtypeStruct((n_in, n_out), dtype, sharding=place) for name in names}
-    target = {name: jax.ShapeDtypeStruct((n_out, n_in), jnp.float8_e4m3fn, sharding=place) for name in names}
-    target |= {f"{name}_scale": jax.ShapeDtypeStruct((n_out, 1), jnp.float32, sharding=place) for name in names}
-    format = sf.formats.Fp8Channel()
-    mapping = sf.Mapping(
-        {name: sf.src(name).rearrange("i o -> o i").quantize(format) for name in names}
-        | {f"{name}_scale": sf.scale_of(name) for name in names}
-    )
-    plan, params = sf.make_plan(source, target, mapping), random_params(source)
+def of_format(gpu: jax.Device, format: sf.formats.Format, cut: str) -> Case:
+    """Matrices [in, out] that become codes [out, in] and scales; if cut, two trainer ranks hold halves."""
+    params, plan = quantized_matrices(gpu, format, count=32, n_in=4096, n_out=12288)
     if cut == "whole":
         return _case(params, plan)
-    whole_update, half = make_update(plan), n_in // 2
-    boxes = {rank: [(rank * half, (rank + 1) * half), (0, n_out)] for rank in range(2)}
-    halves = {name: {0: x[:half], 1: x[half:]} for name, x in params.items()}
-    held = {name: sf.Layout((n_in, n_out), dtype, boxes) for name in names}
-    cut_plan = sf.register(sf.make_plan(held, target, mapping), executor="persistent")
+    whole_update, (n_in, n_out) = make_update(plan), next(iter(params.values())).shape
+    boxes = {rank: [(rank * n_in // 2, (rank + 1) * n_in // 2), (0, n_out)] for rank in range(2)}
+    halves = {name: {0: x[: n_in // 2], 1: x[n_in // 2 :]} for name, x in params.items()}
+    held = {name: sf.Layout(x.shape, x.dtype.name, boxes) for name, x in params.items()}
+    cut_plan = sf.register(sf.make_plan(held, *_quantized(gpu, format, params)), executor="persistent")
     return Case(halves, cut_plan, lambda: whole_update(params))
+
+
+def quantized_matrices(
+    device: jax.Device, format: sf.formats.Format, *, count: int, n_in: int, n_out: int
+) -> tuple[dict[str, jax.Array], sf.Plan]:
+    """Random matrices [in, out], and the plan that makes codes [out, in] and scales of them on the same device."""
+    place = SingleDeviceSharding(device)
+    source = {f"w{k}": jax.ShapeDtypeStruct((n_in, n_out), "bfloat16", sharding=place) for k in range(count)}
+    return random_params(source), sf.make_plan(source, *_quantized(device, format, source))
+
+
+def _quantized(device: jax.Device, format: sf.formats.Format, source: dict[str, Any]) -> tuple[Any, sf.Mapping]:
+    """Target and mapping of matrices that are quantized, transposed."""
+    place = SingleDeviceSharding(device)
+    target, mapping = {}, {}
+    for name, x in source.items():
+        shape = x.shape[::-1]
+        scales = grid_shape(format, shape, PLAIN)
+        target[name] = jax.ShapeDtypeStruct(format.stored_shape(shape), format.stored, sharding=place)
+        target[f"{name}_scale"] = jax.ShapeDtypeStruct(scales, format.scale_dtype, sharding=place)
+        mapping[name] = sf.src(name).rearrange("i o -> o i").quantize(format)
+        mapping[f"{name}_scale"] = sf.scale_of(name)
+    return target, sf.Mapping(mapping)
 
 
 def _case(params: Any, plan: sf.Plan, on_host: bool = False, in_step: bool = False) -> Case:
@@ -229,6 +249,7 @@ def measure(gpu: jax.Device, case: Case) -> dict[str, Any]:
     grown = memory(gpu) - before
     return {
         "arrays": len(jax.tree.leaves(params)),
+        "launches": executor.kernels,
         "moved_nbytes": sum(leaf.nbytes for leaf in jax.tree.leaves(params)) + _written(plan),
         "checked_nbytes": checked,
         "first_secs": first,
@@ -238,6 +259,7 @@ def measure(gpu: jax.Device, case: Case) -> dict[str, Any]:
         "host_secs": until_last_launch(executor, lambda: sf.sync(params, plan)),
         "xla_secs": timed(case.update),
         "grown_nbytes": grown.tolist(),
+        "in_use_nbytes": int(before[0]),
         "gpu": gpu.device_kind,
     }
 
@@ -262,7 +284,7 @@ def step_secs(params: Any, plan: sf.Plan) -> list[float]:
 
 
 def memory(gpu: jax.Device) -> np.ndarray:
-    """Bytes in use, and the most there ever were."""
+    """Bytes in use, and the most that this process ever used."""
     stats = gpu.memory_stats() or {}
     return np.array([stats.get("bytes_in_use", 0), stats.get("peak_bytes_in_use", 0)])
 
