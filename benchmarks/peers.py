@@ -25,10 +25,10 @@ from benchmarks.buckets import Job, Part
 from shardfly_jax.engines.models import Model
 from shardfly_jax.layout import leaf_names
 from shardfly_jax.sharding import language as lang
+from shardfly_jax.sharding.families import Family
 from shardfly_jax.sharding.language import axis_sizes, split_pattern
 from shardfly_jax.sharding.patterns import FAMILY, name_pattern
 from shardfly_jax.sharding.plan import Plan
-from shardfly_jax.sharding.problem import Family
 
 BUCKET_NBYTES = 512 << 20
 SILENCE_SECS = 110

@@ -13,9 +13,9 @@ from shardfly_jax.executors.memory import Key, Sources, hold, memory_of
 from shardfly_jax.layout import Place, box_of, leaf_places, leaves_like, leaves_of, read_tree
 from shardfly_jax.session import Session
 from shardfly_jax.sharding.errors import ParamsMismatch, PlanError
+from shardfly_jax.sharding.families import Family
 from shardfly_jax.sharding.formats import dtype_name, itemsize
 from shardfly_jax.sharding.layouts import Layout
-from shardfly_jax.sharding.problem import Family
 
 
 @dataclasses.dataclass(frozen=True)

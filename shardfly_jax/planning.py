@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from shardfly_jax import sharding
 from shardfly_jax.layout import Tree, read_tree
 from shardfly_jax.sharding.errors import DigestMismatch, NotRegistered, NoUpdate, PlanError
+from shardfly_jax.sharding.families import TargetTree
 from shardfly_jax.sharding.language import Expr
 from shardfly_jax.sharding.layouts import Layout, LocalTensors
 from shardfly_jax.sharding.mapping import Mapping
-from shardfly_jax.sharding.problem import Problem, TargetTree
+from shardfly_jax.sharding.problem import Problem
 from shardfly_jax.sharding.simulate import Simulation, simulate
 from shardfly_jax.sharding.topology import Topology, preset
 

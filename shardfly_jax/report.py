@@ -16,12 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from shardfly_jax.contiguity import RUN_CLASSES, runs
-from shardfly_jax.sharding.language import quantized
+from shardfly_jax.sharding.families import Family
 from shardfly_jax.sharding.mapping import matches
 from shardfly_jax.sharding.plan import Plan
-from shardfly_jax.sharding.problem import Family
 from shardfly_jax.sharding.simulate import simulate
 from shardfly_jax.sharding.topology import Topology
+from shardfly_jax.sharding.walks import quantized
 from shardfly_jax.wording import COPY, bytes_text, in_words, ranks_text, share_text, some, type_text
 
 WIDTH = 110

@@ -21,10 +21,10 @@ from shardfly_jax.sharding.language import (
     Stack,
     Take,
     TakePerLayer,
-    children,
     split_pattern,
 )
 from shardfly_jax.sharding.units import bytes_text as bytes_text, secs_text as secs_text
+from shardfly_jax.sharding.walks import children
 
 COPY = "copy"
 """What `in_words` says of an expression that changes nothing."""

@@ -9,11 +9,11 @@ import numpy as np
 
 from shardfly_jax.sharding import language
 from shardfly_jax.sharding.errors import LanguageError, PlanFileError
+from shardfly_jax.sharding.families import Family
 from shardfly_jax.sharding.formats import Amax, Cast, Conversion, Divide, Encode, Fill, MulAdd, ToScale
 from shardfly_jax.sharding.language import Expr, FamilyIndex
 from shardfly_jax.sharding.layouts import Layout
 from shardfly_jax.sharding.patterns import Affine
-from shardfly_jax.sharding.problem import Family
 from shardfly_jax.sharding.quantization import Format, format_class
 
 _NODES: dict[str, type[Any]] = {

@@ -12,21 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping as AbstractMap
 from typing import NamedTuple
 
 from shardfly_jax.sharding.errors import LanguageError
-from shardfly_jax.sharding.language import (
-    Alias,
-    Expr,
-    FamilyIndex,
-    Index,
-    ScaleOf,
-    Src,
-    Take,
-    TakePerLayer,
-    nodes,
-    rewrite,
-    sources,
-)
+from shardfly_jax.sharding.language import Alias, Expr, FamilyIndex, Index, ScaleOf, Src, Take, TakePerLayer
 from shardfly_jax.sharding.mapping import Mapping, bound_item
 from shardfly_jax.sharding.patterns import FAMILY, Affine, Hole, NamePattern, name_pattern, name_shape
+from shardfly_jax.sharding.walks import nodes, rewrite, sources
 
 
 class Span(NamedTuple):

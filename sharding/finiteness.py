@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from shardfly_jax.sharding.errors import NotFinite
-from shardfly_jax.sharding.language import Astype, Divided, Expr, Scale, nodes, sources
+from shardfly_jax.sharding.families import Family
+from shardfly_jax.sharding.language import Astype, Divided, Expr, Scale
 from shardfly_jax.sharding.patterns import FAMILY, name_pattern
-from shardfly_jax.sharding.problem import Family
+from shardfly_jax.sharding.walks import nodes, sources
 
 SHOWN = 4
 """Names of sources in a message."""

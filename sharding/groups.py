@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardfly_jax.sharding.language import Expr, quantized
+from shardfly_jax.sharding.language import Expr
 from shardfly_jax.sharding.layouts import Box, box_shape
 from shardfly_jax.sharding.routes import Route, route
+from shardfly_jax.sharding.walks import quantized
 
 SMALLEST_BAND_NBYTES = 64 << 10
 """Boxes are cut so that several members are roots at once, down to bands of this size."""

@@ -9,21 +9,9 @@ from collections.abc import Iterator, Mapping as AbstractMapping
 from typing import NamedTuple
 
 from shardfly_jax.sharding.errors import LanguageError
-from shardfly_jax.sharding.language import (
-    Alias,
-    Expr,
-    FamilyIndex,
-    Index,
-    Quantize,
-    ScaleOf,
-    Src,
-    Stack,
-    nodes,
-    outer_fuse,
-    quantized,
-    rewrite,
-)
+from shardfly_jax.sharding.language import Alias, Expr, FamilyIndex, Index, Quantize, ScaleOf, Src, Stack
 from shardfly_jax.sharding.patterns import FAMILY, NamePattern, name_pattern, name_shape
+from shardfly_jax.sharding.walks import nodes, outer_fuse, quantized, rewrite
 
 
 class Mapping(AbstractMapping[str, Expr]):

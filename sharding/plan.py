@@ -20,10 +20,10 @@ import numpy as np
 from shardfly_jax.sharding import codec
 from shardfly_jax.sharding.blocking import STAGING
 from shardfly_jax.sharding.errors import PlanFileError
+from shardfly_jax.sharding.families import Family
 from shardfly_jax.sharding.formats import Conversion, itemsize
 from shardfly_jax.sharding.lowering import BlockView
 from shardfly_jax.sharding.moves import Key, Move, MoveTable, move_size, target_key
-from shardfly_jax.sharding.problem import Family
 from shardfly_jax.sharding.units import bytes_text
 
 FILE_FORMAT = 2

@@ -10,13 +10,13 @@ import numpy as np
 
 from shardfly_jax.sharding.blocking import STAGING, Blocks, Part, Slots
 from shardfly_jax.sharding.denotation import Value
+from shardfly_jax.sharding.families import Family
 from shardfly_jax.sharding.formats import Encode
 from shardfly_jax.sharding.groups import Group
-from shardfly_jax.sharding.language import Expr, Fuse, Quantize, Scales, nodes, rewrite
+from shardfly_jax.sharding.language import Expr, Fuse, Quantize, Scales
 from shardfly_jax.sharding.layouts import Layout
 from shardfly_jax.sharding.lowering import MAX_DIMS, BlockView, SourceShards, Template
 from shardfly_jax.sharding.moves import MoveTable
-from shardfly_jax.sharding.problem import Family
 from shardfly_jax.sharding.schedule import LAG, Place
 from shardfly_jax.sharding.template_rows import (
     BAND,
@@ -26,6 +26,7 @@ from shardfly_jax.sharding.template_rows import (
     TARGET_STRIDES,
     cut_at_bands,
 )
+from shardfly_jax.sharding.walks import nodes, rewrite
 
 if TYPE_CHECKING:
     from shardfly_jax.sharding.rows import Rows

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 from shardfly_jax.sharding.errors import LanguageError
 from shardfly_jax.sharding.grids import Segments
-from shardfly_jax.sharding.language import Expr, Fuse, Quantize, Scales, outer_fuse, rewrite
+from shardfly_jax.sharding.language import Expr, Fuse, Quantize, Scales
 from shardfly_jax.sharding.layouts import Layout
 from shardfly_jax.sharding.quantization import Format
+from shardfly_jax.sharding.walks import outer_fuse, rewrite
 
 AXES = (-2, -1)
 WORDS = {-2: "rows", -1: "columns"}

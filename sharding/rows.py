@@ -11,7 +11,6 @@ from shardfly_jax.sharding.denotation import denote
 from shardfly_jax.sharding.errors import LanguageError
 from shardfly_jax.sharding.formats import Conversion, Step, conversion
 from shardfly_jax.sharding.groups import Band, Group
-from shardfly_jax.sharding.language import quantized
 from shardfly_jax.sharding.lowering import BUFFERS, MAX_DIMS, Lowerer, SourceShards, Template
 from shardfly_jax.sharding.moves import MoveTable
 from shardfly_jax.sharding.problem import Problem
@@ -39,6 +38,7 @@ from shardfly_jax.sharding.template_rows import (
     cut_at_bands,
 )
 from shardfly_jax.sharding.topology import Topology
+from shardfly_jax.sharding.walks import quantized
 
 
 class Rows:

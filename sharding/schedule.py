@@ -18,10 +18,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardfly_jax.sharding.families import Family
 from shardfly_jax.sharding.groups import Group, Pace
-from shardfly_jax.sharding.language import Expr, Scales, nodes
+from shardfly_jax.sharding.language import Expr, Scales
 from shardfly_jax.sharding.patterns import FAMILY, name_pattern
-from shardfly_jax.sharding.problem import Family
+from shardfly_jax.sharding.walks import nodes
 
 LENGTH = 1 << 40
 LAG = LENGTH >> 10

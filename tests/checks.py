@@ -16,13 +16,14 @@ from random_problems import fill, local_buffer
 
 import shardfly_jax as sf
 from shardfly_jax.sharding.evaluate import evaluate
+from shardfly_jax.sharding.families import TargetTree
 from shardfly_jax.sharding.formats import np_dtype
-from shardfly_jax.sharding.language import outer_fuse
 from shardfly_jax.sharding.layouts import Layout
 from shardfly_jax.sharding.plan import Plan
 from shardfly_jax.sharding.planner import build_plan
-from shardfly_jax.sharding.problem import Problem, TargetTree
+from shardfly_jax.sharding.problem import Problem
 from shardfly_jax.sharding.replay import replay
+from shardfly_jax.sharding.walks import outer_fuse
 
 POISON = 0xA5
 

@@ -11,15 +11,17 @@ import numpy as np
 from hypothesis import strategies as st
 
 from shardfly_jax.sharding.evaluate import evaluate
+from shardfly_jax.sharding.families import TargetTree
 from shardfly_jax.sharding.formats import np_dtype
-from shardfly_jax.sharding.language import Expr, concat, fuse, outer_fuse, src, stack
+from shardfly_jax.sharding.language import Expr, concat, fuse, src, stack
 from shardfly_jax.sharding.layouts import Layout
 from shardfly_jax.sharding.mapping import Mapping
 from shardfly_jax.sharding.plan import Plan
 from shardfly_jax.sharding.planner import build_plan
-from shardfly_jax.sharding.problem import Problem, TargetTree
+from shardfly_jax.sharding.problem import Problem
 from shardfly_jax.sharding.replay import replay
 from shardfly_jax.sharding.topology import Topology
+from shardfly_jax.sharding.walks import outer_fuse
 
 EXTENTS = st.sampled_from([1, 2, 3, 4, 6, 8, 12])
 

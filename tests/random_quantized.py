@@ -13,11 +13,11 @@ from random_problems import Case, cuts, expressions, fill, layouts
 
 import shardfly_jax as sf
 from shardfly_jax import formats
+from shardfly_jax.sharding.families import TargetTree
 from shardfly_jax.sharding.grids import grid_shape
 from shardfly_jax.sharding.language import Expr, fuse, scale_of, src
 from shardfly_jax.sharding.layouts import Layout
 from shardfly_jax.sharding.mapping import Mapping
-from shardfly_jax.sharding.problem import TargetTree
 from shardfly_jax.sharding.quantization import Format
 
 

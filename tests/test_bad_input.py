@@ -14,8 +14,9 @@ from checks import assert_holds, cut, fresh, like, mesh, put
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 
 import shardfly_jax as sf
+from shardfly_jax.sharding.families import TargetTree
 from shardfly_jax.sharding.planner import build_plan
-from shardfly_jax.sharding.problem import Problem, TargetTree
+from shardfly_jax.sharding.problem import Problem
 
 
 def trainer(**shapes: tuple[int, ...]) -> dict[str, Any]:

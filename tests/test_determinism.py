@@ -17,9 +17,10 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
 
 import shardfly_jax as sf
+from shardfly_jax.sharding.families import TargetTree
 from shardfly_jax.sharding.plan import Plan
 from shardfly_jax.sharding.planner import build_plan
-from shardfly_jax.sharding.problem import Problem, TargetTree
+from shardfly_jax.sharding.problem import Problem
 
 TRAINER = AbstractMesh((4, 2), ("fsdp", "tp"))
 ROLLOUT = AbstractMesh((3, 4), ("dp", "tp"))

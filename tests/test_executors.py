@@ -21,6 +21,7 @@ from shardfly_jax.executors.host import HostExecutor
 from shardfly_jax.executors.memory import Shard, Sources, host_bytes
 from shardfly_jax.executors.persistent import PersistentExecutor
 from shardfly_jax.executors.xla import XlaExecutor
+from shardfly_jax.sharding.families import TargetTree
 from shardfly_jax.sharding.format_checks import LARGEST
 from shardfly_jax.sharding.formats import (
     Amax,
@@ -34,7 +35,6 @@ from shardfly_jax.sharding.formats import (
     conversion,
     np_dtype,
 )
-from shardfly_jax.sharding.problem import TargetTree
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 

@@ -20,8 +20,9 @@ from checks import assert_holds, cut, fresh, like, mesh, pointers, poison_buffer
 import shardfly_jax as sf
 from shardfly_jax.executors import host, hostcopy
 from shardfly_jax.sharding import routing
+from shardfly_jax.sharding.families import TargetTree
 from shardfly_jax.sharding.planner import build_plan
-from shardfly_jax.sharding.problem import Problem, TargetTree
+from shardfly_jax.sharding.problem import Problem
 
 
 def planned_layouts(source: sf.Layout, target: sf.Layout, expr: sf.Expr | None = None, layers: int = 0) -> sf.Plan:

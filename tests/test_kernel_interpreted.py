@@ -14,11 +14,11 @@ from random_problems import Case, cases, fill
 
 from shardfly_jax.pallas_kernels import addresses as m, launch_words as lw
 from shardfly_jax.sharding import records as r
+from shardfly_jax.sharding.families import TargetTree
 from shardfly_jax.sharding.language import Expr, src
 from shardfly_jax.sharding.layouts import Layout
 from shardfly_jax.sharding.mapping import Mapping
 from shardfly_jax.sharding.optable import OpTables, Phase
-from shardfly_jax.sharding.problem import TargetTree
 
 RANDOM = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 SEEDS = st.integers(0, 2**32 - 1)

@@ -21,10 +21,10 @@ import shardfly_jax as sf
 from shardfly_jax import formats
 from shardfly_jax.pallas_kernels import addresses as m, transfer
 from shardfly_jax.sharding import optable, quantized_ops, quantized_records as q, records as r, slot_chunks
+from shardfly_jax.sharding.families import TargetTree
 from shardfly_jax.sharding.formats import Amax, Encode, ToScale, conversion, np_dtype
 from shardfly_jax.sharding.grids import grid_shape
 from shardfly_jax.sharding.optable import OpTables, Phase
-from shardfly_jax.sharding.problem import TargetTree
 
 RANDOM = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 SEEDS = st.integers(0, 2**32 - 1)

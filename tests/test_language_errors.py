@@ -10,10 +10,11 @@ import pytest
 from checks import cut
 
 import shardfly_jax as sf
+from shardfly_jax.sharding.families import TargetTree
 from shardfly_jax.sharding.inference import TensorType, infer
 from shardfly_jax.sharding.plan import Plan
 from shardfly_jax.sharding.planner import build_plan
-from shardfly_jax.sharding.problem import Problem, TargetTree
+from shardfly_jax.sharding.problem import Problem
 
 W = sf.src("w")
 

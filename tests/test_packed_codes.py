@@ -20,11 +20,12 @@ from shardfly_jax.executors import hostquantize
 from shardfly_jax.executors.host import HostExecutor
 from shardfly_jax.executors.memory import Shard, Sources
 from shardfly_jax.sharding import routing
+from shardfly_jax.sharding.families import TargetTree
 from shardfly_jax.sharding.grids import quantize
 from shardfly_jax.sharding.moves import packed_axis
 from shardfly_jax.sharding.plan import Plan, load
 from shardfly_jax.sharding.planner import build_plan
-from shardfly_jax.sharding.problem import Problem, TargetTree
+from shardfly_jax.sharding.problem import Problem
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 

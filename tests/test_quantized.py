@@ -30,11 +30,12 @@ from checks import (
 import shardfly_jax as sf
 from shardfly_jax import formats
 from shardfly_jax.sharding.evaluate import evaluate
+from shardfly_jax.sharding.families import TargetTree
 from shardfly_jax.sharding.formats import np_dtype
 from shardfly_jax.sharding.grids import grid_shape
 from shardfly_jax.sharding.plan import Plan, load
 from shardfly_jax.sharding.planner import build_plan
-from shardfly_jax.sharding.problem import Problem, TargetTree
+from shardfly_jax.sharding.problem import Problem
 from shardfly_jax.sharding.replay import replay
 
 E4M3 = ml_dtypes.float8_e4m3fn

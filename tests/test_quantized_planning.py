@@ -12,10 +12,11 @@ from random_problems import layouts
 import shardfly_jax as sf
 from shardfly_jax import formats
 from shardfly_jax.sharding import quantized_rows
+from shardfly_jax.sharding.families import TargetTree
 from shardfly_jax.sharding.layouts import Layout
 from shardfly_jax.sharding.plan import Plan
 from shardfly_jax.sharding.planner import build_plan
-from shardfly_jax.sharding.problem import Problem, TargetTree
+from shardfly_jax.sharding.problem import Problem
 
 E4M3 = ml_dtypes.float8_e4m3fn
 BLOCK = formats.Fp8Block(rows=4, columns=8)

@@ -14,13 +14,14 @@ from random_quantized import payload_layouts, quantized_cases
 
 from shardfly_jax import formats
 from shardfly_jax.sharding import blocking, routing
+from shardfly_jax.sharding.families import TargetTree
 from shardfly_jax.sharding.language import scale_of, src
 from shardfly_jax.sharding.layouts import Layout
 from shardfly_jax.sharding.mapping import Mapping
 from shardfly_jax.sharding.moves import Key, target_key, target_view
 from shardfly_jax.sharding.plan import Plan, load
 from shardfly_jax.sharding.planner import build_plan
-from shardfly_jax.sharding.problem import Problem, TargetTree
+from shardfly_jax.sharding.problem import Problem
 from shardfly_jax.sharding.quantization import Format
 from shardfly_jax.sharding.simulate import simulate
 from shardfly_jax.sharding.topology import preset

@@ -14,13 +14,13 @@ from random_quantized import quantized_cases
 
 import shardfly_jax as sf
 from shardfly_jax.sharding import optable, quantized_records as q, records as r, slot_chunks
+from shardfly_jax.sharding.families import TargetTree
 from shardfly_jax.sharding.formats import Conversion, Encode
 from shardfly_jax.sharding.layouts import Layout
 from shardfly_jax.sharding.moves import Key
 from shardfly_jax.sharding.ops import Inbox
 from shardfly_jax.sharding.optable import OpTables, Phase
 from shardfly_jax.sharding.presets import triton_mxfp4
-from shardfly_jax.sharding.problem import TargetTree
 from shardfly_jax.sharding.quantization import Fp8Block, Fp8Channel
 
 Memory = dict[Key | Inbox, np.ndarray]

@@ -13,10 +13,11 @@ from random_problems import Case, cases, check, fill
 from random_quantized import quantized_cases
 
 from shardfly_jax.sharding import groups, pace, routes, routing
+from shardfly_jax.sharding.families import TargetTree
 from shardfly_jax.sharding.language import src
 from shardfly_jax.sharding.layouts import Layout
 from shardfly_jax.sharding.mapping import Mapping
-from shardfly_jax.sharding.problem import Problem, TargetTree
+from shardfly_jax.sharding.problem import Problem
 from shardfly_jax.sharding.routes import LONGEST_CHAIN, fill_hops, roots_of, route
 from shardfly_jax.sharding.routing import MAX_ROOTS
 from shardfly_jax.sharding.topology import pools, preset

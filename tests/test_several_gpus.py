@@ -26,10 +26,10 @@ import shardfly_jax as sf
 from shardfly_jax.executors.host import HostExecutor
 from shardfly_jax.executors.memory import Shard, Sources
 from shardfly_jax.pallas_kernels import launch_words as lw
+from shardfly_jax.sharding.families import TargetTree
 from shardfly_jax.sharding.formats import np_dtype
 from shardfly_jax.sharding.layouts import Layout
 from shardfly_jax.sharding.mapping import Mapping
-from shardfly_jax.sharding.problem import TargetTree
 
 PLATFORMS = ["cpu", pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.multigpu])]
 EXECUTORS = {"cpu": "auto", "gpu": "persistent"}
