@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from shardfly_jax.sharding.blocking import STAGING, Blocks, Part, Slots
+from shardfly_jax.sharding.block_parts import Part, Slots
+from shardfly_jax.sharding.blocking import STAGING, Blocks
 from shardfly_jax.sharding.denotation import Value
 from shardfly_jax.sharding.families import Family
 from shardfly_jax.sharding.formats import Encode
