@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,6 +36,9 @@ def leave_the_checkout() -> None:
     sys.path[:] = [entry for entry in sys.path if Path(entry or os.curdir).resolve() != CHECKOUT]
 
 
+# a busy machine is no fault; `make test` chooses hypothesis' own profile `ci`, which repeats the same cases
+settings.register_profile("random", deadline=None, print_blob=True)
+settings.load_profile("random")
 choose_cpu_devices()
 leave_the_checkout()
 

@@ -196,7 +196,7 @@ def requests(draw: Any) -> tuple[str, Model, dict[str, int], dict[str, Any]]:
     return engine, model, sizes, options
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(request=requests())
 def test_whatever_a_refusal_offers_is_accepted_and_what_would_do_is_offered(request: Any) -> None:
     engine, model, sizes, options = request

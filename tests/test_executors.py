@@ -63,7 +63,7 @@ def run_on_poisoned_buffers(
         assert have.tobytes() == flat.tobytes()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=150, suppress_health_check=SLOW)
 @given(cases(max_depth=3))
 def test_host_executor_writes_what_the_mapping_means(case: Case) -> None:
     run_on_poisoned_buffers(case, HostExecutor, jax.local_devices())
@@ -74,7 +74,7 @@ def test_host_executor_writes_what_the_mapping_means(case: Case) -> None:
 def test_host_executor_quantizes_in_parts_of_any_size(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hostquantize, "PART_SIZE", size)
 
-    @settings(max_examples=40, deadline=None, suppress_health_check=SLOW)
+    @settings(max_examples=40, suppress_health_check=SLOW)
     @given(quantized_cases())
     def run(case: Case) -> None:
         run_on_poisoned_buffers(case, HostExecutor, jax.local_devices())
@@ -106,59 +106,59 @@ def test_executors_refuse_values_that_are_not_finite(
         kind(plan, shards).start(Sources(sources))
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=10, suppress_health_check=SLOW)
 @given(quantized_cases(max_depth=1))
 def test_xla_executor_quantizes_as_the_mapping_means(case: Case) -> None:
     run_on_poisoned_buffers(case, XlaExecutor, jax.local_devices())
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=10, suppress_health_check=SLOW)
 @given(quantized_cases(max_depth=1, among=PACKED))
 def test_xla_executor_packs_codes_as_the_mapping_means(case: Case) -> None:
     run_on_poisoned_buffers(case, XlaExecutor, jax.local_devices())
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=100, suppress_health_check=SLOW)
 @given(quantized_cases(among=PACKED))
 def test_host_executor_packs_codes_as_the_mapping_means(case: Case) -> None:
     run_on_poisoned_buffers(case, HostExecutor, jax.local_devices())
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=12, suppress_health_check=SLOW)
 @given(cases(max_depth=3))
 def test_xla_executor_writes_what_the_mapping_means(case: Case) -> None:
     run_on_poisoned_buffers(case, XlaExecutor, jax.local_devices())
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=150, suppress_health_check=SLOW)
 @given(quantized_cases())
 def test_host_executor_quantizes_as_the_mapping_means(case: Case) -> None:
     run_on_poisoned_buffers(case, HostExecutor, jax.local_devices())
 
 
 @pytest.mark.gpu
-@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=60, suppress_health_check=SLOW)
 @given(cases(max_depth=3))
 def test_xla_executor_writes_what_the_mapping_means_on_gpus(case: Case) -> None:
     run_on_poisoned_buffers(case, XlaExecutor, jax.local_devices(backend="gpu"))
 
 
 @pytest.mark.gpu
-@settings(max_examples=30, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=30, suppress_health_check=SLOW)
 @given(quantized_cases())
 def test_xla_executor_quantizes_as_the_mapping_means_on_gpus(case: Case) -> None:
     run_on_poisoned_buffers(case, XlaExecutor, jax.local_devices(backend="gpu"))
 
 
 @pytest.mark.gpu
-@settings(max_examples=40, deadline=None, suppress_health_check=SLOW, print_blob=True)
+@settings(max_examples=40, suppress_health_check=SLOW)
 @given(cases(max_depth=3))
 def test_the_persistent_kernel_writes_what_the_mapping_means(case: Case) -> None:
     run_on_poisoned_buffers(case, PersistentExecutor, jax.local_devices(backend="gpu")[:1])
 
 
 @pytest.mark.gpu
-@settings(max_examples=15, deadline=None, suppress_health_check=SLOW, print_blob=True)
+@settings(max_examples=15, suppress_health_check=SLOW)
 @given(quantized_cases())
 def test_the_persistent_kernel_quantizes_as_the_mapping_means(case: Case) -> None:
     run_on_poisoned_buffers(case, PersistentExecutor, jax.local_devices(backend="gpu")[:1])

@@ -20,7 +20,7 @@ from shardfly_jax.sharding.layouts import Layout
 from shardfly_jax.sharding.mapping import Mapping
 from shardfly_jax.sharding.optable import OpTables, Phase
 
-RANDOM = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+RANDOM = settings(max_examples=8, suppress_health_check=list(HealthCheck))
 SEEDS = st.integers(0, 2**32 - 1)
 
 

@@ -26,7 +26,7 @@ from shardfly_jax.sharding.formats import Amax, Encode, ToScale, conversion, np_
 from shardfly_jax.sharding.grids import grid_shape
 from shardfly_jax.sharding.optable import OpTables, Phase
 
-RANDOM = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+RANDOM = settings(max_examples=8, suppress_health_check=list(HealthCheck))
 SEEDS = st.integers(0, 2**32 - 1)
 BLOCK_KINDS = {r.BLOCK_ROWS, r.BLOCK_TRANSPOSE}
 

@@ -14,13 +14,13 @@ from shardfly_jax.sharding.topology import preset
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=400, suppress_health_check=SLOW)
 @given(cases())
 def test_every_target_element_is_written_once_with_the_bytes_of_its_meaning(case: Case) -> None:
     check(case, case.plan())
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=100, suppress_health_check=SLOW)
 @given(st.one_of(cases(max_depth=2), quantized_cases()))
 def test_every_dependency_points_to_a_smaller_order_number(case: Case) -> None:
     plan = case.plan(preset("h100", hosts=4))
@@ -51,7 +51,7 @@ def test_every_dependency_points_to_a_smaller_order_number(case: Case) -> None:
             arrived[here] = arrived.get(here, 0) + plan.move_nbytes(move)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=100, suppress_health_check=SLOW)
 @given(st.one_of(cases(), quantized_cases()))
 def test_trainers_send_each_distinct_byte_once(case: Case) -> None:
     plan = case.plan()

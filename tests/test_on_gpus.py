@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import assert_same_bits
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from jax.sharding import Mesh
 
 import shardfly_jax as sf
@@ -259,7 +259,6 @@ def test_buckets_bring_what_sync_brings(dtype: str, tmp_path: Path) -> None:
     assert len(job.quantized) == 4 * MODEL.layers
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 6)), min_size=1, max_size=8), st.integers(6, 30))
 def test_buckets_hold_every_row_once_in_order_and_are_never_too_full(shapes: list, room: int) -> None:
     parts = [buckets.Part(target="t", offset=0, source="s", shape=shape, pattern="a b -> a b") for shape in shapes]

@@ -130,7 +130,7 @@ def execute(
 
 
 @pytest.mark.parametrize("devices", [1, 3])
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(case=cases(max_depth=3))
 def test_following_the_records_gives_what_the_mapping_means(case: Case, devices: int) -> None:
     plan = case.plan()
@@ -143,7 +143,7 @@ def test_following_the_records_gives_what_the_mapping_means(case: Case, devices:
 
 
 @pytest.mark.parametrize("devices", [1, 2, 5])
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(case=cases(max_depth=2))
 def test_every_writer_has_a_flag_of_its_own_in_the_states_it_writes_to(case: Case, devices: int) -> None:
     plan = case.plan()

@@ -123,7 +123,7 @@ def planned(
     return build_plan(Problem({"w": source}, len(source.ranks), [tree]))
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=SLOW, print_blob=True)
+@settings(max_examples=300, suppress_health_check=SLOW)
 @given(quantized_cases(among=PACKED))
 def test_bytes_are_those_of_the_whole_tensor_for_every_sharding(case: Case) -> None:
     check(case, case.plan())

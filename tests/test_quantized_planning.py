@@ -58,7 +58,7 @@ def test_heads_that_shards_cut_share_only_the_block_at_the_cut(rng: np.random.Ge
     assert_same_bits(have["s", 0], scales)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(layouts((16, 4, 6), "float32", 8), st.integers(0, 2**32 - 1))
 def test_heads_are_encoded_alike_for_every_sharding(source: Layout, seed: int) -> None:
     x = fresh(np.random.default_rng(seed), 16, 4, 6)

@@ -29,7 +29,7 @@ from shardfly_jax.sharding.topology import preset
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=SLOW, print_blob=True)
+@settings(max_examples=300, suppress_health_check=SLOW)
 @given(quantized_cases())
 def test_codes_and_scales_are_those_of_the_whole_tensor_for_every_sharding(case: Case) -> None:
     check(case, case.plan())
@@ -39,7 +39,7 @@ def test_codes_and_scales_are_those_of_the_whole_tensor_for_every_sharding(case:
 def test_grids_too_large_to_mark_keep_boxes_of_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocking, "MASK_SIZE", 0)
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+    @settings(max_examples=60, suppress_health_check=SLOW)
     @given(quantized_cases())
     def run(case: Case) -> None:
         check(case, case.plan())
@@ -53,7 +53,7 @@ def test_bands_that_are_smaller_than_blocks_write_every_code_once(monkeypatch: p
     monkeypatch.setattr(routing, "BAND_NBYTES", 4 * nbytes)
     monkeypatch.setattr(routing, "SMALLEST_BAND_NBYTES", nbytes)
 
-    @settings(max_examples=100, deadline=None, suppress_health_check=SLOW, print_blob=True)
+    @settings(max_examples=100, suppress_health_check=SLOW)
     @given(quantized_cases())
     def run(case: Case) -> None:
         check(case, case.plan())
@@ -87,7 +87,7 @@ def test_a_replicated_matrix_of_few_rows_of_blocks_is_cut_between_rows_of_blocks
     assert all((count == 1).all() for count in written.values())
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=60, suppress_health_check=SLOW)
 @given(quantized_cases(max_depth=1))
 def test_quantized_plans_are_deterministic_saved_whole_and_simulated(case: Case) -> None:
     plan = case.plan()
@@ -109,7 +109,7 @@ def identities(draw: Callable) -> tuple[Format, Layout, Layout]:
     return format, draw(layouts(shape, "float32", 8)), draw(payload_layouts(shape, format, 8, None))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=200, suppress_health_check=SLOW)
 @given(identities(), st.integers(1, 3))
 def test_staging_is_one_slot_for_each_block_that_boxes_share(case: tuple[Format, Layout, Layout], layers: int) -> None:
     format, source, target = case

@@ -66,7 +66,7 @@ def test_following_the_records_quantizes_as_the_mapping_means(
 ) -> None:
     monkeypatch.setattr(slot_chunks, "CHUNK_NBYTES", chunk_nbytes)
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=60, suppress_health_check=list(HealthCheck))
     @given(quantized_cases())
     def run(case: Case) -> None:
         check_following(case, devices)

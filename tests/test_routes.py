@@ -117,7 +117,7 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too
 def test_trees_bring_every_byte_once_for_every_sharding(random: Callable[[], st.SearchStrategy[Case]]) -> None:
     paced = 0
 
-    @settings(max_examples=150, deadline=None, suppress_health_check=SLOW, print_blob=True)
+    @settings(max_examples=150, suppress_health_check=SLOW)
     @given(random(), st.integers(1, 2))
     def run(case: Case, per_host: int) -> None:
         nonlocal paced

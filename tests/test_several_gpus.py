@@ -67,7 +67,7 @@ def run_random_case(case: Case, platform: str, places: list[int]) -> None:
 @pytest.mark.hypothesis
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_any_layouts_arrive_wherever_the_ranks_are(platform: str) -> None:
-    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+    @settings(max_examples=15, suppress_health_check=list(HealthCheck))
     @given(cases(max_depth=3), st.lists(st.integers(0, 1), min_size=32, max_size=32))
     def run(case: Case, places: list[int]) -> None:
         run_random_case(case, platform, places)

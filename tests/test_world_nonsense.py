@@ -85,7 +85,7 @@ WORDS = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(st.sampled_from(["liar", "fool"]), WORDS), max_size=12))
 def test_no_words_break_the_rendezvous(words: list[tuple[str, dict[str, Any]]]) -> None:
     world = World()

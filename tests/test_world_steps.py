@@ -102,13 +102,13 @@ def deal(case: Case, n: int, seed: int) -> None:
         run_in_processes(case, plan, [rng.randrange(n) for _ in range(plan.ranks)], seed)
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=120, suppress_health_check=SLOW)
 @given(cases(max_depth=3), st.integers(1, 4), st.integers(0, 1 << 30))
 def test_any_dealing_of_ranks_to_processes_gives_the_meaning(case: Case, n: int, seed: int) -> None:
     deal(case, n, seed)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=200, suppress_health_check=SLOW)
 @given(quantized_cases(), st.integers(1, 6), st.integers(0, 1 << 30))
 def test_any_dealing_gives_the_meaning_of_quantized_plans(case: Case, n: int, seed: int) -> None:
     deal(case, n, seed)
