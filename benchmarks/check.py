@@ -66,7 +66,7 @@ GUARDS = {
     ),
     # computed, so equal on every machine
     "simulated": Guard(
-        keys=("model", "trainers", "rollouts", "ranks", "expert_parallel"),
+        keys=("model", "trainers", "rollouts", "ranks", "expert_parallel", "quantization"),
         figures=(
             Figure(name="ratio", more_is_better=False, margin=0.01),
             Figure(name="schedule_ratio", more_is_better=False, margin=0.01),

@@ -1,8 +1,9 @@
 """Predicted update times of real models on clusters of 2 to 2,048 GPUs, against the bound and others' ways.
 
-A cell is a model, a trainer and a rollout pool, and how the rollout pool is cut. Pools have hosts of their own unless
-both fit into one host of 8. Trainers are cut over tp 4 and fsdp 32 at most and replicated beyond (HSDP). The presets of
-H20, H100 and H200 have the same rates, so one prediction speaks for all on whose memory the weights fit.
+A cell is a model, a trainer and a rollout pool, how the rollout pool is cut, and what it is quantized to, if anything.
+Pools have hosts of their own unless both fit into one host of 8. Trainers are cut over tp 4 and fsdp 32 at most and
+replicated beyond (HSDP). The presets of H20, H100 and H200 have the same rates, so one prediction speaks for all on
+whose memory the weights fit.
 """
 
 from __future__ import annotations
@@ -39,6 +40,17 @@ ROLLOUTS: dict[str, list[tuple[int, bool]]] = {
     "Qwen3-235B-A22B": [(4, False), (8, False), (8, True), (16, True)],
     "DeepSeek-V3": [(16, True), (32, True), (64, True), (128, True)],
 }
+QUANTIZED: dict[str, dict[str, list[tuple[int, bool]]]] = {
+    "fp8_block": {
+        "Qwen3-8B": [(1, False), (8, False)],
+        "Qwen3-32B": [(1, False), (4, False)],
+        "Qwen3-30B-A3B": [(2, False), (8, True)],
+        "Qwen3-235B-A22B": [(8, True)],
+    },
+    "fp8_channel": {"Qwen3-8B": [(2, False), (8, False)], "Qwen3-30B-A3B": [(8, False)]},
+}
+"""Ways of those that are also quantized, where the engine takes that."""
+QUANTIZED_TRAINERS = (8, 128)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +62,7 @@ class Cell:
     rollouts: int
     ranks: int
     expert_parallel: bool
+    quantization: str | None = None
 
     def inputs(self) -> tuple[Any, Any, sf.Mapping]:
         """Trees of both sides, and the mapping."""
@@ -70,7 +83,9 @@ class Cell:
         source = AbstractMesh((self.trainers // tp // fsdp, fsdp, tp), ("data", "fsdp", "tp"))
         target = AbstractMesh((replicas, self.ranks), ("replica", "tp"))
         trainer = sf.engines.tunix.trainer(model, source)
-        rollout = sf.engines.vllm.rollout(model, target, expert_parallel=self.expert_parallel)
+        rollout = sf.engines.vllm.rollout(
+            model, target, expert_parallel=self.expert_parallel, quantization=self.quantization
+        )
         return trainer.params, rollout.params, sf.engines.route(trainer, rollout)
 
 
@@ -81,14 +96,20 @@ def rank_nbytes(tree: Any) -> int:
 
 def cells() -> Iterator[Cell]:
     """All of the grid whose replicas fill the rollout pool; the largest pools last."""
-    found = (
+    found = [
         Cell(model=model, trainers=trainers, rollouts=rollouts, ranks=ranks, expert_parallel=expert_parallel)
         for model, ways in ROLLOUTS.items()
         for trainers in TRAINERS
         for rollouts in (*ROLLOUT_SIZES, *ODD_SIZES)
         for ranks, expert_parallel in ways
         if rollouts % ranks == 0
-    )
+    ]
+    found += [
+        dataclasses.replace(cell, quantization=quantization)
+        for cell in found
+        for quantization, models in QUANTIZED.items()
+        if (cell.ranks, cell.expert_parallel) in models.get(cell.model, ()) and cell.trainers in QUANTIZED_TRAINERS
+    ]
     return iter(sorted(found, key=lambda cell: cell.rollouts))
 
 

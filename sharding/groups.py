@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -144,7 +145,7 @@ class Group:
     def turns(self) -> int:
         """Trees after which every member of every host has been entry equally often: those of some ticks."""
         of_all = math.lcm(self.trees, *self.sizes)
-        return of_all if of_all <= MOST_TURNS else MOST_TURNS // self.trees * self.trees
+        return of_all if of_all <= MOST_TURNS else max(MOST_TURNS // self.trees, 1) * self.trees
 
     @property
     def takes_turns(self) -> bool:
@@ -160,8 +161,16 @@ class Group:
 
 def band_boxes(group: Group, count: int) -> list[Box]:
     """About `count` parts of a group's box, each contiguous in the local buffer."""
-    axes = sorted(range(len(group.box)), key=lambda a: (-group.strides[a], a))
-    return _cut(group.box, axes, count, _grains(group))
+    return _cut(group.box, _outermost_first(group), count, _grains(group))
+
+
+def band_sizes(group: Group, count: int) -> tuple[int, int, int]:
+    """How many parts `band_boxes` makes, and the elements of the smallest and the largest."""
+    return _sizes(box_shape(group.box), _outermost_first(group), count, _grains(group))
+
+
+def _outermost_first(group: Group) -> tuple[int, ...]:
+    return tuple(sorted(range(len(group.box)), key=lambda a: (-group.strides[a], a)))
 
 
 def bands_of(group: Group, boxes: Sequence[Box]) -> list[Band]:
@@ -190,24 +199,48 @@ def _grains(group: Group) -> tuple[int, ...]:
     )
 
 
-def _cut(box: Box, axes: Sequence[int], count: int, grains: Sequence[int]) -> list[Box]:
+def _cut(box: Box, axes: tuple[int, ...], count: int, grains: tuple[int, ...]) -> list[Box]:
     """About `count` contiguous parts of a box: along its outermost axis, and further in where that one is too short."""
-
-    def units(axis: int) -> int:
-        return -(-(box[axis][1] - box[axis][0]) // grains[axis])
-
-    while axes and box[axes[0]][1] - box[axes[0]][0] == 1:
-        axes = axes[1:]
-    if count <= 1 or not axes or units(axes[0]) == 1:
+    axes = _long(box_shape(box), axes)
+    if count <= 1 or not axes:
         return [box]
     axis, (lo, hi) = axes[0], box[axes[0]]
-    n, least = units(axis), grains[axis]
+    edges, inner = _edges(hi - lo, grains[axis], count)
+    cut = [(*box[:axis], (lo + a, lo + b), *box[axis + 1 :]) for a, b in itertools.pairwise(edges.tolist())]
+    return cut if inner == 1 else [part for outer in cut for part in _cut(outer, axes[1:], inner, grains)]
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _sizes(shape: tuple[int, ...], axes: tuple[int, ...], count: int, grains: tuple[int, ...]) -> tuple[int, int, int]:
+    """How many parts `_cut` makes of a box of a shape, and the elements of the smallest and the largest."""
+    axes = _long(shape, axes)
+    if count <= 1 or not axes:
+        return 1, math.prod(shape), math.prod(shape)
+    edges, inner = _edges(shape[axes[0]], grains[axes[0]], count)
+    lengths, across = np.diff(edges), tuple(1 if a == axes[0] else n for a, n in enumerate(shape))
+    number, least, most = _sizes(across, axes[1:], inner, grains)
+    return len(lengths) * number, int(lengths.min()) * least, int(lengths.max()) * most
+
+
+def _long(shape: Sequence[int], axes: tuple[int, ...]) -> tuple[int, ...]:
+    """Axes from the first one on that has more than one element."""
+    return next((axes[k:] for k, a in enumerate(axes) if shape[a] > 1), ())
+
+
+def _edges(extent: int, least: int, count: int) -> tuple[np.ndarray, int]:
+    """Where an axis is cut into about `count` parts, both ends included; into how many each is to be cut further in.
+
+    Args:
+      extent: Of the axis.
+      least: What parts are multiples of.
+      count: At least 2.
+    """
+    n = -(-extent // least)
     parts = min(count, n)
     # edges on multiples of a power of two keep runs aligned on the other side of a transpose; 16 bytes are worth uneven
-    # bands, because less is moved an element at a time
-    grain = next(g for g in (128, 64, 32, 16, 8, 4, 2, 1) if g == 1 or n // parts >= (16 if g > 8 else 2) * g)
-    edges = [lo + k * n // parts // grain * grain * least for k in range(parts)] + [hi]
-    cut = [(*box[:axis], edge, *box[axis + 1 :]) for edge in itertools.pairwise(edges)]
-    if parts == count or least > 1:  # several rows of a block are contiguous only as whole rows
-        return cut
-    return [inner for part in cut for inner in _cut(part, axes[1:], -(-count // parts), grains)]
+    # bands, because less is moved an element at a time. Blocks are aligned as they are.
+    wanted = (128, 64, 32, 16, 8, 4, 2) if least == 1 else ()
+    grain = next((g for g in wanted if n // parts >= (16 if g > 8 else 2) * g), 1)
+    edges = np.append(np.arange(parts) * n // parts // grain * grain * least, extent)
+    # several rows of a block are contiguous only as whole rows
+    return edges, 1 if least > 1 else -(-count // parts)

@@ -5,9 +5,9 @@ members in a host, each member entry of two: inside of one and at the end of the
 half of the hosts apart. A *tick* passes on one band along each tree; every NIC receives two and sends two, and in each
 host all GPUs pass on alike. A host with fewer members than others goes round them in more turns than a tick has. What a
 host passes on in a tick left the trainers a tick per hop earlier, and all wait for whoever has the largest bands under
-way. So all tensors have bands of about one size, one after the other without gaps, and those outside the layers come
-before all layers. Tensors whose trees are not alike, as of experts that fewer hosts share, take passes over the layers
-of their own: at each change hosts would wait for each other.
+way. So all tensors have bands of about one size, as far as blocks of a quantized one can be cut so, one after the other
+without gaps, and those outside the layers come before all layers. Tensors whose trees are not alike, as of experts that
+fewer hosts share, take passes over the layers of their own: at each change hosts would wait for each other.
 
 Two trees: Sanders, Speck, Träff, Two-tree algorithms for full bandwidth broadcast, reduction and scan (2009).
 """
@@ -21,8 +21,9 @@ from fractions import Fraction
 
 import numpy as np
 
-from shardfly_jax.sharding.groups import SMALLEST_BAND_NBYTES, Group, Pace, Pass, band_boxes, bands_of
+from shardfly_jax.sharding.groups import SMALLEST_BAND_NBYTES, Group, Pace, Pass, band_boxes, band_sizes, bands_of
 from shardfly_jax.sharding.language import Expr
+from shardfly_jax.sharding.layouts import box_shape
 from shardfly_jax.sharding.schedule import SLOTS, reads_scales, scattered
 from shardfly_jax.sharding.topology import Topology
 
@@ -34,6 +35,10 @@ UNEVEN_PERCENT = 10
 """How far from the mean the smallest and the largest band of a group may be."""
 MOST_IDLE = Fraction(1, 32)
 """How much of a layer's last tick may have nothing to pass on, as a part of the layer, if that can be had."""
+MOST_LARGER = Fraction(5, 4)
+"""How large bands of about one size may be, as a part of what is wanted."""
+DISTANCE = 0.01
+"""What half or twice as many bands count for, beside a largest band of half or twice the size that is wanted."""
 LARGE, SMALL = 10, 100
 """Kinds of less than such a part of the largest one need not have bands of its size, or none."""
 
@@ -65,6 +70,11 @@ class _Kind:
         return min(group.layers[0] for group in self.groups), max(group.layers[1] for group in self.groups)
 
     @property
+    def is_of_scales(self) -> bool:
+        """Whether these come after all others of their layers."""
+        return reads_scales(self.groups[0].expr)
+
+    @property
     def nic_nbytes(self) -> Fraction:
         """What one layer brings over each NIC of a host."""
         return max(Fraction(group.box_nbytes, max(group.sizes)) for group in self.groups)
@@ -85,13 +95,31 @@ def set_pace(groups: Sequence[Group], layered: Sequence[bool], topology: Topolog
     for group, is_layered in zip(groups, layered, strict=True):
         if is_layered or (group.is_wide and not reads_scales(group.expr)):
             (inside if is_layered else outside).setdefault(group.expr, _Kind([])).groups.append(group)
-    order = sorted(inside, key=lambda expr: (reads_scales(expr), -inside[expr].nic_nbytes))
+    kinds = sorted(inside.values(), key=lambda kind: (kind.is_of_scales, -kind.nic_nbytes))
     rows = sum(len(group.members) * group.box_nbytes for group in groups if group.is_wide)
-    tick = _tick_nbytes(rows, [inside[expr] for expr in order], list(outside.values()))
+    tick = _tick_nbytes(rows, kinds, list(outside.values()))
+    whole = [(group, group.bands, group.roots) for group in groups]
+    pace = _passed(kinds, list(outside.values()), tick)
+    if _is_uneven(Fraction(pace.ticks, SLOTS)):  # with the ticks that are not full
+        for group, bands, roots in whole:
+            group.bands, group.roots, group.is_paced = bands, roots, False
+        pace = _passed(kinds, list(outside.values()), tick * Fraction(pace.ticks, SLOTS))
+    for group in groups:
+        group.pace = pace
+        if group.is_paced:
+            group.start = _start(group, topology)
+
+
+def _passed(layer: Sequence[_Kind], outside: Sequence[_Kind], tick: Fraction) -> Pace:
+    """Cuts groups into bands, and lets kinds pass them on one after the other.
+
+    Args:
+      layer, outside: Kinds in layers, in order, and others.
+      tick: What a tick brings over each NIC, bytes.
+    """
     passes: dict[tuple[bool, tuple[int, int], tuple[int, int]], list[_Kind]] = {}
-    for expr in order:
-        kind = inside[expr]
-        key = (reads_scales(expr), kind.layers, kind.shape)
+    for kind in layer:
+        key = (kind.is_of_scales, kind.layers, kind.shape)
         if round(2 * kind.shape[1] * kind.nic_nbytes / tick) == 0:  # too small for bands: with others of its layers
             key = next((other for other in passes if other[:2] == key[:2]), key)
         passes.setdefault(key, []).append(kind)
@@ -101,13 +129,14 @@ def set_pace(groups: Sequence[Group], layered: Sequence[bool], topology: Topolog
             group.pass_ = len(made)
         made.append(Pass(max(_in_turn(kinds, tick), 1), key[1]))
     front = 0
-    for kind in outside.values():
+    for kind in outside:
         front += _in_turn([kind], tick, front)
-    pace = Pace(front, tuple(made))
-    for group in groups:
-        group.pace = pace
-        if group.is_paced:
-            group.start = _start(group, topology)
+    return Pace(front, tuple(made))
+
+
+def _is_uneven(in_slot: Fraction) -> bool:
+    """Whether slots with two ticks would be followed by some with one."""
+    return Fraction(17, 16) < in_slot < Fraction(15, 8)
 
 
 def _start(group: Group, topology: Topology) -> int:
@@ -144,7 +173,7 @@ def _tick_nbytes(rows_nbytes: int, layer: Sequence[_Kind], outside: Sequence[_Ki
         counts = [(group, round(2 * group.box_nbytes / of_tick)) for group in widest]
         ticks = sum((Fraction(n, group.trees) for group, n in counts), Fraction(0))
         return (
-            not Fraction(17, 16) < in_slot < Fraction(15, 8)
+            not _is_uneven(in_slot)
             and math.ceil(ticks) <= (1 + idle) * ticks
             and all(n > 0 for group, n in counts if group.box_nbytes * SMALL > first)
             and all(_cuts_evenly(group, n) for group, n in counts if group.box_nbytes * LARGE > first)
@@ -191,9 +220,28 @@ def _in_turn(kinds: Sequence[_Kind], tick: Fraction, at: int = 0) -> int:
 
 def _cuts_evenly(group: Group, count: int) -> bool:
     """Whether a group's box can be cut into so many bands of about one size."""
-    sizes = [math.prod(hi - lo for lo, hi in box) for box in band_boxes(group, count)]
-    most = UNEVEN_PERCENT * sum(sizes)
-    return len(sizes) == count and all(abs(n * count - sum(sizes)) * 100 <= most for n in (min(sizes), max(sizes)))
+    number, least, most = band_sizes(group, count)
+    whole = math.prod(box_shape(group.box))
+    return number == count and all(abs(n * count - whole) * 100 <= UNEVEN_PERCENT * whole for n in (least, most))
+
+
+def _count(group: Group, wanted: int, exactly: Fraction) -> int:
+    """About how many bands a group's box is to be cut into, if so many are wanted.
+
+    Bands of about one size, if these are not much larger than is wanted. Else, as blocks may allow few ways to cut, the
+    largest is as near to that as can be: all wait for it, and a tick with smaller ones brings less.
+    """
+    whole = math.prod(box_shape(group.box))
+    even = next((count for count in range(wanted, wanted // 2, -1) if _cuts_evenly(group, count)), 0)
+    if even and band_sizes(group, even)[2] * exactly <= MOST_LARGER * whole:
+        return even
+    least, best = math.inf, 0
+    for count in range(max(wanted // 2, 1), 2 * wanted + 1):
+        number, _, most = band_sizes(group, count)
+        off = abs(math.log2(most * exactly / whole)) + DISTANCE * abs(math.log2(count / wanted))
+        if number == count and off < least:
+            least, best = off, count
+    return best or next(count for count in range(wanted, 0, -1) if band_sizes(group, count)[0] == count)
 
 
 def _cut(kind: _Kind, begin: Fraction, end: Fraction) -> list[Group]:
@@ -207,8 +255,7 @@ def _cut(kind: _Kind, begin: Fraction, end: Fraction) -> list[Group]:
         wanted = round(end * group.trees) - round(begin * group.trees)
         wanted = min(wanted, group.box_nbytes // SMALLEST_BAND_NBYTES)
         if group.is_wide and wanted > 0:
-            even = next((count for count in range(wanted, 1, -1) if _cuts_evenly(group, count)), 1)
-            group.bands = bands_of(group, band_boxes(group, even))
+            group.bands = bands_of(group, band_boxes(group, _count(group, wanted, (end - begin) * group.trees)))
             group.roots, group.is_paced = group.turns, True
             paced.append(group)
     return paced

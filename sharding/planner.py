@@ -51,7 +51,7 @@ def build_plan(problem: Problem, topology: Topology | None = None) -> Plan:
             attempt(rows.lower_plain, index, group)
     if faults:
         raise PlanError(faults)
-    late = rows.quantized.placed(where)
+    late = rows.quantized.placed(where, at_a_pace=any(group.pace is not None for group in groups))
     direct, served = rows.expanded(groups, late, topology)
     tables = [direct, *_forwards(groups, late, problem, rows.bit_conversion, rows.first_band)]
     if any(rows.quantized.users):

@@ -247,9 +247,11 @@ class QuantizedRows:
 
     # The table
 
-    def placed(self, where: Sequence[Place]) -> list[Place]:
-        """Places of groups; those that read slots begin after these are full."""
+    def placed(self, where: Sequence[Place], at_a_pace: bool) -> list[Place]:
+        """Places of groups; those that read slots begin after these are full, and so do all if they have one pace."""
         late = set().union(*self.users)
+        if late and at_a_pace:  # or the ticks that they fill together would come apart
+            late = set(range(len(where)))
         return [p._replace(order=p.order + LAG) if index in late else p for index, p in enumerate(where)]
 
     def read_families(self) -> list[Family]:

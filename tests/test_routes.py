@@ -151,6 +151,20 @@ def test_trees_take_hosts_that_hold_parts_of_a_tensor_in_unequal_numbers(rows: i
     check(case, case.plan(topology))
 
 
+@pytest.mark.usefixtures("trees_of_few")
+def test_hosts_may_have_more_members_than_turns_are_kept_for(rng: np.random.Generator) -> None:
+    members = groups.MOST_TURNS // 2 + 1
+    x, ranks = fill(rng, (64, 8), "float32"), 2 * members - 1
+    whole = Layout(x.shape, "float32", {rank: [(0, 64), (0, 8)] for rank in range(ranks)})
+    tree = TargetTree(name="rollout", tensors={"w": whole}, mapping=None, ranks=ranks)
+    case = Case({"w": x}, {"w": Layout(x.shape, "float32", {0: [(0, 64), (0, 8)]})}, 1, [tree])
+    topology = preset("h200", hosts=2, gpus_per_host=members)
+    (group,) = routing.make_groups(Problem(case.sources, 1, [tree]), topology)
+    assert group.sizes == (members - 1, members)
+    assert group.roots == 2 * members
+    check(case, case.plan(topology))
+
+
 def test_long_chains_become_trees() -> None:
     assert route((LONGEST_CHAIN,), 0, 1, False).depth.max() == LONGEST_CHAIN - 1
     assert route((LONGEST_CHAIN + 1,), 0, 1, False).depth.max() == 4

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
 import shardfly_jax as sf
-from shardfly_jax.sharding.groups import Band, Group
+from shardfly_jax.sharding.groups import Band, Group, _cut, _sizes
+from shardfly_jax.sharding.layouts import box_shape
 from shardfly_jax.sharding.schedule import begin_roots, scattered
 
 
@@ -45,6 +48,18 @@ def test_roots_that_read_from_the_same_trainers_do_so_one_after_the_other(
     served = np.zeros((rounds, trainers), int)
     np.add.at(served, (np.concatenate([group.round for group in groups]), source), 1)
     assert served.max() <= max(boxes * roots / trainers, 1)
+
+
+@given(st.data())
+def test_sizes_of_bands_are_those_of_their_boxes(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=3).map(tuple))
+    axes = tuple(data.draw(st.permutations(range(len(shape)))))
+    grains = tuple(data.draw(st.sampled_from([1, 1, 2, 16])) for _ in shape)
+    count = data.draw(st.integers(1, 64))
+    boxes = _cut(tuple((5, 5 + n) for n in shape), axes, count, grains)
+    sizes = [math.prod(box_shape(box)) for box in boxes]
+    assert _sizes(shape, axes, count, grains) == (len(sizes), min(sizes), max(sizes))
+    assert sum(sizes) == math.prod(shape)
 
 
 @given(st.data())

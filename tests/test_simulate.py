@@ -42,15 +42,15 @@ def qwen(
     dtype: str = "bfloat16",
     layers: int | None = None,
     expert_parallel: bool = False,
+    quantization: str | None = None,
 ) -> tuple[sf.Plan, Topology]:
     """tunix to vLLM, planned for a cluster."""
     sizes = sf.engines.model(model)
     if layers is not None:
         sizes = dataclasses.replace(sizes, layers=layers)
     trainer = sf.engines.tunix.trainer(sizes, AbstractMesh((fsdp, trainer_tp), ("fsdp", "tp")), dtype=dtype)
-    rollout = sf.engines.vllm.rollout(
-        sizes, AbstractMesh((replicas, tp), ("replica", "tp")), expert_parallel=expert_parallel
-    )
+    mesh = AbstractMesh((replicas, tp), ("replica", "tp"))
+    rollout = sf.engines.vllm.rollout(sizes, mesh, expert_parallel=expert_parallel, quantization=quantization)
     topology = pools("h200", fsdp * trainer_tp, replicas * tp)
     mapping = sf.engines.route(trainer, rollout)
     return sf.make_plan(trainer.params, rollout.params, mapping, allow_cast="*", topology=topology), topology
@@ -219,8 +219,31 @@ def test_trees_of_hosts_keep_all_links_busy(
     assert plan.egress_nbytes * replicas == pytest.approx(plan.broadcast_nbytes, rel=1e-3)
     host = topology.host_of(np.arange(plan.ranks))
     crossing = plan.traffic() * (host[:, None] != host)
-    for nics in (crossing.sum(axis=0)[plan.source_ranks :], crossing.sum(axis=1)[plan.source_ranks :]):
-        assert nics.max() <= 1.1 * nics.mean()
+    into, out = (crossing.sum(axis=axis)[plan.source_ranks :] for axis in (0, 1))
+    assert max(into.max(), out.max()) <= 1.1 * into.mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "fsdp", "trainer_tp", "replicas", "tp", "expert_parallel", "quantization"),
+    [
+        # blocks leave few ways to cut
+        ("Qwen3-32B", 2, 4, 20, 8, False, "fp8_block"),
+        ("Qwen3-32B", 2, 4, 2, 8, False, "fp8_block"),
+        ("Qwen3-8B", 2, 4, 24, 1, False, "fp8_block"),
+        ("Llama-3.1-70B", 1, 8, 18, 4, False, "fp8_block"),
+        ("Qwen3-30B-A3B", 2, 4, 5, 8, True, "fp8_block"),
+        # some tensors need slots, others not
+        ("Qwen3-8B", 1, 8, 6, 8, False, "fp8_channel"),
+        ("Qwen3-30B-A3B", 4, 4, 8, 4, False, "fp8_channel"),
+    ],
+)
+def test_replicas_that_quantize_are_passed_on_as_well(
+    model: str, fsdp: int, trainer_tp: int, replicas: int, tp: int, expert_parallel: bool, quantization: str
+) -> None:
+    plan, topology = qwen(
+        model, fsdp, trainer_tp, replicas, tp, expert_parallel=expert_parallel, quantization=quantization
+    )
+    assert 0.999 <= plan.simulate(topology).schedule_ratio <= 1.1
 
 
 def test_every_nic_of_a_host_brings_its_part() -> None:
