@@ -114,13 +114,14 @@ def _simulated(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     header = ["model", "cells", "time", "/ bound: median, worst", "/ bound at the kernel's rates: median, worst"]
     header += ["gather + broadcast / ours: least, median, most", "shard to shard / ours: least, median, most"]
     lines = []
-    for model in dict.fromkeys(row["model"] for row in rows):
-        of = [row for row in rows if row["model"] == model]
+    kinds = dict.fromkeys((row["model"], row["quantization"]) for row in rows)
+    for model, quantization in sorted(kinds, key=lambda kind: bool(kind[1])):  # else in the order of the rows
+        of = [row for row in rows if (row["model"], row["quantization"]) == (model, quantization)]
         secs = [row["secs"] for row in of]
         ratios, schedule = [row["ratio"] for row in of], [row["schedule_ratio"] for row in of]
         lines.append(
             [
-                model,
+                f"{model}, {quantization}" if quantization else model,
                 str(len(of)),
                 f"{min(secs):.3f} to {max(secs):.2f} s",
                 f"{statistics.median(ratios):.3f}, {max(ratios):.3f}",
@@ -137,7 +138,10 @@ def _beyond(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     header = ["beyond 1.1 of the bound", "cells", "/ bound", "bound at the kernel's rates / bound", "launches / bound"]
     header += ["/ bound at the kernel's rates"]
     groups: dict[str, list[dict[str, Any]]] = {}
-    for row in sorted(rows, key=lambda row: (row["rollouts"] == 1024, row["hosts"], row["ranks"])):
+    order = sorted(
+        rows, key=lambda row: (bool(row["quantization"]), row["rollouts"] == 1024, row["hosts"], row["ranks"])
+    )
+    for row in order:
         if row["ratio"] > BEYOND:
             groups.setdefault(_special(row), []).append(row)
     lines = []
@@ -162,6 +166,8 @@ def _launches(row: dict[str, Any]) -> float:
 
 def _special(row: dict[str, Any]) -> str:
     ranks = f"{'EP' if row['expert_parallel'] else 'TP'} {row['ranks']}"
+    if row["quantization"]:
+        return f"{row['quantization']}, {'1,024 rollouts' if row['rollouts'] == 1024 else 'fewer rollouts'}"
     if row["hosts"] == 1:
         return f"trainers and rollouts in one host, {ranks}"
     if row["rollouts"] == 1024:

@@ -1,4 +1,4 @@
-"""The time that no plan can beat on a topology, if it sends each distinct byte from the trainers once.
+"""The time that no plan can beat on a topology, if it sends what ranks need alike from the trainers once.
 
 Cuts through the links, whatever the routes: what a host needs must enter it through the NICs of its GPUs; all that its
 GPUs need enters them through their NICs or over NVLink from GPUs of the host; what the trainers hold must leave them;
