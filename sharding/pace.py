@@ -208,11 +208,9 @@ def _in_turn(kinds: Sequence[_Kind], tick: Fraction, at: int = 0) -> int:
             group.first_tick, group.ticks = at, ticks
         for group in paced:
             _pass(group, begin)
-        if mixed:
-            at, turns = at + ticks, 1
-        else:
-            end = begin + max((len(group.bands) for group in paced), default=0)
-            at, begin = at + end // turns, end % turns
+        end = begin + max((len(group.bands) for group in paced), default=0)
+        turns, end = (1, ticks) if mixed else (turns, end)
+        at, begin = at + end // turns, end % turns
         if not paced:
             at += round(edge) - round(here)
     return at + (begin > 0) - first
