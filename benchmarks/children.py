@@ -84,6 +84,13 @@ def rows(
             child.wait()
 
 
+def measured(module: str, *words: str, limit_secs: float) -> dict[str, Any]:
+    """The only row of a module of the benchmarks that measures one point as a program. Raises as `rows`."""
+    program = ["-m", f"benchmarks.{module}", *words]
+    (row,) = rows(program, silence_secs=limit_secs, deadline=time.monotonic() + limit_secs)
+    return row
+
+
 def _read(child: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
     assert child.stdout is not None
     with child.stdout as stdout:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -81,10 +80,7 @@ def run(report: Callable[[str], None]) -> list[dict[str, Any]]:
     """All points, one process each; a row has the exponent of its series."""
     rows = []
     for series, (_, counts) in SERIES.items():
-        of = []
-        for n in counts:
-            words = ["-m", "benchmarks.growth", series, str(n)]
-            of += children.rows(words, silence_secs=LIMIT_SECS, deadline=time.monotonic() + LIMIT_SECS)
+        of = [children.measured("growth", series, str(n), limit_secs=LIMIT_SECS) for n in counts]
         found = exponent(of)
         report(f"{series}: exponent {found:.2f}")
         rows += [row | {"exponent": found} for row in of]

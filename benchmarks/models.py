@@ -7,8 +7,6 @@ persistent kernel would follow.
 
 from __future__ import annotations
 
-import importlib.resources
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +18,7 @@ import shardfly_jax as sf
 from benchmarks import children
 from benchmarks.planning import timed
 from shardfly_jax.engines import Side, hf, maxtext, tunix, vllm
+from shardfly_jax.engines.models import names
 from shardfly_jax.sharding.optable import make_tables
 
 SCALES = (8, 64, 512)
@@ -27,11 +26,6 @@ SCALES = (8, 64, 512)
 WITH_TABLES = 8
 """Ranks on each side up to which tables are made: those of one host."""
 LIMIT_SECS = 300
-
-
-def names() -> list[str]:
-    """All models of the file."""
-    return list(json.loads(importlib.resources.files("shardfly_jax.engines").joinpath("models.json").read_text()))
 
 
 def trainer(name: str, ranks: int) -> tuple[str, Side]:
@@ -75,8 +69,7 @@ def run(report: Callable[[str], None]) -> list[dict[str, Any]]:
     rows = []
     for name in names():
         for ranks in SCALES:
-            words = ["-m", "benchmarks.models", name, str(ranks)]
-            rows += children.rows(words, silence_secs=LIMIT_SECS, deadline=time.monotonic() + LIMIT_SECS)
+            rows.append(children.measured("models", name, str(ranks), limit_secs=LIMIT_SECS))
             report(f"{name}, {ranks} -> {ranks} ranks: {min(rows[-1]['secs']):.2f} s")
     return rows
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
-import subprocess
 import sys
 import time
 import tracemalloc
@@ -14,10 +12,11 @@ from typing import Any
 from jax.sharding import AbstractMesh
 
 import shardfly_jax as sf
-from benchmarks import deepseek
+from benchmarks import children, deepseek
 
 Inputs = Callable[[], tuple[Any, Any, sf.Mapping]]
 RUNS = 3
+LIMIT_SECS = 1200
 
 
 def qwen(
@@ -127,11 +126,9 @@ def run(report: Callable[[str], None]) -> list[dict[str, Any]]:
     rows = []
     for name in CASES:
         report(name)
-        command = [
-            sys.executable,
-            "-c",
-            f"import json; from benchmarks import planning; print(json.dumps(planning.measure({name!r})))",
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        rows.append(json.loads(done.stdout.splitlines()[-1]))
+        rows.append(children.measured("planning", name, limit_secs=LIMIT_SECS))
     return rows
+
+
+if __name__ == "__main__":
+    children.emit(measure(sys.argv[1]))

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmark_modules import module
 
 import shardfly_jax as sf
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-try:
-    from benchmarks import children, growth, tables
-finally:
-    sys.path.remove(str(ROOT))
+children, growth, tables = module("children"), module("growth"), module("tables")
 
 
 @pytest.mark.parametrize("series", growth.SERIES)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from benchmark_modules import module
 from nbclient import NotebookClient
 
 from shardfly_jax.__main__ import main
@@ -108,11 +109,7 @@ def test_notebooks_run_from_top_to_bottom(path: Path) -> None:
 
 
 def test_readme_tables_are_those_of_the_committed_results() -> None:
-    sys.path.insert(0, str(ROOT))
-    try:
-        from benchmarks import tables
-    finally:
-        sys.path.remove(str(ROOT))
+    tables = module("tables")
     text = (ROOT / "README.md").read_text()
     found = dict(re.findall(r"<!-- table: (\w+) -->\n(.*?)\n<!-- end -->", text, re.DOTALL))
     assert set(found) == set(tables.MAKERS)

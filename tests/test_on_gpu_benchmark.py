@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import jax
 import numpy as np
-import pytest
+from benchmark_modules import module
 from checks import assert_same_bits
 
 import shardfly_jax as sf
 from shardfly_jax.sharding.optable import why_unsupported
 from shardfly_jax.today import make_update
 
-ROOT = Path(__file__).parents[1]
+on_gpu = module("on_gpu")
 
 
-@pytest.fixture(scope="module")
-def on_gpu() -> ModuleType:
-    sys.path.insert(0, str(ROOT))
-    try:
-        return importlib.import_module("benchmarks.on_gpu")
-    finally:
-        sys.path.remove(str(ROOT))
-
-
-def test_every_format_of_the_benchmark_is_what_a_jitted_conversion_makes(on_gpu: ModuleType) -> None:
+def test_every_format_of_the_benchmark_is_what_a_jitted_conversion_makes() -> None:
     cpu = jax.devices("cpu")[0]
     for name, format, _ in on_gpu.FORMATS:
         params, plan = on_gpu.quantized_matrices(cpu, format, count=2, n_in=256, n_out=384)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import ctypes
 import dataclasses
-import importlib
 import json
 import os
 import select
@@ -14,13 +13,13 @@ import time
 import types
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from benchmark_modules import module
 from checks import assert_same_bits
 from hypothesis import given, strategies as st
 from jax.sharding import Mesh
@@ -34,15 +33,6 @@ MODEL = dataclasses.replace(
     sf.engines.model("Qwen3-8B"), layers=1, hidden=256, heads=8, kv_heads=4, head_dim=32, width=512, vocab=640
 )
 RATE = {"within": 4000e9, "one_way": 400e9, "both_ways": 300e9}
-
-
-def module(name: str) -> ModuleType:
-    """A module of the benchmarks, which are not installed."""
-    sys.path.insert(0, str(ROOT))
-    try:
-        return importlib.import_module(f"benchmarks.{name}")
-    finally:
-        sys.path.remove(str(ROOT))
 
 
 buckets, children, links = module("buckets"), module("children"), module("links")

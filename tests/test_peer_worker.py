@@ -13,6 +13,7 @@ from typing import Any
 import einops
 import numpy as np
 import pytest
+from benchmark_modules import module
 from fake_torch import Wire, modules
 
 import shardfly_jax as sf
@@ -29,8 +30,8 @@ def load(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT))
     peers = importlib.import_module("benchmarks.peers")
     einops.rearrange(np.zeros(2), "a -> a")  # so that einops takes NumPy for what it is
-    for name, module in modules(wire).items():
-        monkeypatch.setitem(sys.modules, name, module)
+    for name, fake in modules(wire).items():
+        monkeypatch.setitem(sys.modules, name, fake)
     for name in ("benchmarks.peer_side", "benchmarks.peer_worker"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     worker = importlib.import_module("benchmarks.peer_worker")
@@ -64,11 +65,7 @@ def run(worker: Any, wire: Wire, job: Any, way: str) -> tuple[Any, Any]:
 
 
 def all_ways() -> list[str]:
-    sys.path.insert(0, str(ROOT))
-    try:
-        return [way.name for way in importlib.import_module("benchmarks.peers").WAYS]
-    finally:
-        sys.path.remove(str(ROOT))
+    return [way.name for way in module("peers").WAYS]
 
 
 @pytest.mark.parametrize("late", EARLY_OR_LATE)
