@@ -43,6 +43,7 @@ def qwen(
     layers: int | None = None,
     expert_parallel: bool = False,
     quantization: str | None = None,
+    topology: Topology | None = None,
 ) -> tuple[sf.Plan, Topology]:
     """tunix to vLLM, planned for a cluster."""
     sizes = sf.engines.model(model)
@@ -51,7 +52,7 @@ def qwen(
     trainer = sf.engines.tunix.trainer(sizes, AbstractMesh((fsdp, trainer_tp), ("fsdp", "tp")), dtype=dtype)
     mesh = AbstractMesh((replicas, tp), ("replica", "tp"))
     rollout = sf.engines.vllm.rollout(sizes, mesh, expert_parallel=expert_parallel, quantization=quantization)
-    topology = pools("h200", fsdp * trainer_tp, replicas * tp)
+    topology = topology or pools("h200", fsdp * trainer_tp, replicas * tp)
     mapping = sf.engines.route(trainer, rollout)
     return sf.make_plan(trainer.params, rollout.params, mapping, allow_cast="*", topology=topology), topology
 
@@ -244,6 +245,17 @@ def test_replicas_that_quantize_are_passed_on_as_well(
         model, fsdp, trainer_tp, replicas, tp, expert_parallel=expert_parallel, quantization=quantization
     )
     assert 0.999 <= plan.simulate(topology).schedule_ratio <= 1.1
+
+
+def test_pools_that_the_grid_does_not_have_take_what_the_documents_say() -> None:
+    beside = preset("h200", hosts=2, gpu_of_rank=tuple(range(16)))
+    predicted = [
+        qwen("Qwen3-8B", 2, 1, 14, 1, topology=where)[0].simulate(where) for where in (beside, pools("h200", 2, 14))
+    ]
+    assert [round(1e3 * p.secs) for p in predicted] == [85, 167]
+    assert round(1e3 * predicted[0].bound_secs) == 41
+    plan, topology = qwen("Qwen3-0.6B", 2, 4, 14, 8)
+    assert round(plan.simulate(topology).schedule_ratio, 2) == 1.31
 
 
 def test_every_nic_of_a_host_brings_its_part() -> None:
