@@ -42,30 +42,32 @@ class Binding:
 
     Attributes:
       structure: Trees of this structure need no name resolved.
-      expected: Per leaf; None for leaves that the plan does not read.
-      whole: Source shards that are a leaf, being on a single device, and which leaf.
-      cut: The other leaves that the plan reads.
+      expected: Of each leaf that the plan reads, by its number.
+      whole: Those among them that are on a single device, and so their own only shard.
+      cut: The others, and the devices whose shards of them are read.
+      places: Of source shards among the arrays of `shards_of`.
       devices: Of each rank that holds a source shard.
-      ranges: Per memory, the keys of the source shards in it, and their sizes in bytes.
+      ranges: Per memory, the keys of the source shards in it, their places, and their sizes in bytes.
       seen: Abstract values and shardings of the leaves that it reads, as they were last checked in full.
     """
 
     structure: Any
-    expected: tuple[Expected | None, ...]
-    whole: tuple[tuple[Key, int], ...]
-    cut: tuple[int, ...]
+    expected: dict[int, Expected]
+    whole: tuple[int, ...]
+    cut: tuple[tuple[int, tuple[jax.Device, ...]], ...]
+    places: dict[Key, int]
     devices: dict[int, jax.Device]
-    ranges: dict[str, tuple[list[Key], np.ndarray]]
+    ranges: dict[str, tuple[list[Key], np.ndarray, np.ndarray]]
     seen: list[Any]
 
 
 def shards_of(leaves: list[Any], binding: Binding) -> Sources:
     """The single-device array of every source shard."""
-    arrays = Sources({key: leaves[k] for key, k in binding.whole})
-    for k in binding.cut:
+    arrays = [leaves[k] for k in binding.whole]
+    for k, devices in binding.cut:
         by_device = {shard.device: shard.data for shard in leaves[k].addressable_shards}
-        arrays.update((key, by_device[device]) for key, device in binding.expected[k].keys)  # type: ignore[union-attr]
-    return arrays
+        arrays += [by_device[device] for device in devices]
+    return Sources(binding.places, arrays)
 
 
 def ready_shards(leaves: list[Any], binding: Binding, *, keep: bool = False) -> tuple[Sources, list[np.ndarray]]:
@@ -78,23 +80,29 @@ def ready_shards(leaves: list[Any], binding: Binding, *, keep: bool = False) -> 
       The arrays, and what keeps their memory: nothing unless asked for.
 
     Raises:
-      ParamsMismatch: One of them was donated since they were bound.
+      ParamsMismatch: Some were deleted or donated.
     """
     try:
         arrays = shards_of(leaves, binding)
-        jax.block_until_ready(list(arrays.values()))
-        return arrays, hold(arrays.values()) if keep else []
+        jax.block_until_ready(arrays.arrays)
+        return arrays, hold(arrays.arrays) if keep else []
     except (RuntimeError, ValueError):  # what JAX raises for a deleted array, and for one whose computation failed
-        check_not_donated(leaves, binding)
+        if faults := [want.label + _GONE for k, want in binding.expected.items() if leaves[k].is_deleted()]:
+            raise _mismatch(faults) from None
         raise
+
+
+_GONE = (
+    " was deleted or donated. Pass the params that the train step returned, and donate none that an update reads "
+    "before it is done"
+)
 
 
 def check_not_donated(leaves: list[Any], binding: Binding) -> None:
     """Raises:
     ParamsMismatch: A source was donated since it was bound.
     """
-    wanted = [(leaf, want) for leaf, want in zip(leaves, binding.expected, strict=True) if want is not None]
-    gone = [want.label for leaf, want in wanted if leaf.is_deleted()]
+    gone = [want.label for k, want in binding.expected.items() if leaves[k].is_deleted()]
     if gone:
         raise ParamsMismatch(
             f"params: {gone[0]} and {len(gone) - 1} more were deleted or donated before the update was done. Do not "
@@ -102,25 +110,29 @@ def check_not_donated(leaves: list[Any], binding: Binding) -> None:
         )
 
 
-def bind(params_: Any, session: Session) -> tuple[list[Any], Binding]:
+def bind(params_: Any, session: Session, *, read_next: bool = False) -> tuple[list[Any], Binding]:
     """The leaves of a params tree, and what they are to a plan.
+
+    Args:
+      params_: The tree.
+      session: Of the plan.
+      read_next: Whether the caller goes on with `ready_shards`, which tells of what was deleted.
 
     Raises:
       ParamsMismatch: They are not the planned ones.
     """
-    if session.binding is not None and (leaves := _unchanged(params_, session.binding)) is not None:
+    if session.binding is not None and (leaves := _unchanged(params_, session.binding, read_next)) is not None:
         return leaves, session.binding
     leaves, structure = leaves_of(params_)
     if session.binding is None or session.binding.structure != structure:
         session.binding = _resolve(params_, session)
     faults = []
-    for leaf, want in zip(leaves, session.binding.expected, strict=True):
-        if want is None:
-            continue
+    for k, want in session.binding.expected.items():
+        leaf = leaves[k]
         if not isinstance(leaf, jax.Array):
             faults.append(f"{want.label} is a {type(leaf).__name__}, but a jax.Array is needed")
         elif leaf.is_deleted():
-            faults.append(f"{want.label} was deleted or donated. Pass the params that the train step returned")
+            faults.append(want.label + _GONE)
         elif leaf.shape != want.shape:
             faults.append(f"{want.label} has shape {leaf.shape}, but the plan has {want.shape}")
         elif leaf.dtype != want.dtype:
@@ -131,12 +143,12 @@ def bind(params_: Any, session: Session) -> tuple[list[Any], Binding]:
             )
     if faults:
         raise _mismatch(faults)
-    read = [leaf for leaf, want in zip(leaves, session.binding.expected, strict=True) if want is not None]
+    read = [leaves[k] for k in session.binding.expected]
     session.binding.seen[:] = [leaf.aval for leaf in read], [leaf.sharding for leaf in read]
     return leaves, session.binding
 
 
-def _unchanged(params_: Any, binding: Binding) -> list[Any] | None:
+def _unchanged(params_: Any, binding: Binding, deleted_too: bool) -> list[Any] | None:
     """The leaves of params which are, but for their values, those that were last checked in full; None if unsure.
 
     This is most of what an update asks of a train step's params, so it is made of few calls per leaf.
@@ -144,10 +156,11 @@ def _unchanged(params_: Any, binding: Binding) -> list[Any] | None:
     leaves = leaves_like(params_, binding.structure)
     if leaves is None:
         return None
-    read = [leaf for leaf, want in zip(leaves, binding.expected, strict=True) if want is not None]
+    read = [leaves[k] for k in binding.expected]
     try:
         like = [[leaf.aval for leaf in read], [leaf.sharding for leaf in read]]
-        return leaves if like == binding.seen and not any(leaf.is_deleted() for leaf in read) else None
+        same = like == binding.seen and (deleted_too or not any(leaf.is_deleted() for leaf in read))
+        return leaves if same else None
     except AttributeError:  # something that is no array
         return None
 
@@ -184,13 +197,12 @@ def _resolve(params_: Any, session: Session) -> Binding:
     if missing := [name for name in needed if name in here and name not in have]:
         raise _mismatch([f"{name!r} is missing" for name in missing])
     ranks = _rank_devices(params_, session, places, leaves)
-    expected: list[Expected | None] = []
+    expected: dict[int, Expected] = {}
     faults: list[str] = []
-    for (name, rank), leaf in zip(places, leaves, strict=True):
+    for number, ((name, rank), leaf) in enumerate(zip(places, leaves, strict=True)):
         if name not in here or not isinstance(leaf, jax.Array):
             if name in here:
                 faults.append(f"{name!r} is a {type(leaf).__name__}, but a jax.Array is needed")
-            expected.append(None)
             continue
         keys = []
         for index, tensor in needed[name]:
@@ -204,8 +216,8 @@ def _resolve(params_: Any, session: Session) -> Binding:
             else:
                 keys.append(((index, tensor, rank), next(iter(leaf.devices()))))
         label = repr(name) if rank is None else f"{name!r} of rank {rank}"
-        expected.append(Expected(name, label, leaf.shape, leaf.dtype, leaf.sharding, tuple(keys)))
-    given = {key for want in expected if want is not None for key, _ in want.keys}
+        expected[number] = Expected(name, label, leaf.shape, leaf.dtype, leaf.sharding, tuple(keys))
+    given = {key for want in expected.values() for key, _ in want.keys}
     if not faults:
         for name, members in needed.items():
             absent = {
@@ -215,22 +227,39 @@ def _resolve(params_: Any, session: Session) -> Binding:
                 faults.append(f"{name!r} lacks the shards of ranks {sorted(absent)}")
     if faults:
         raise _mismatch(faults)
-    devices = {key[2]: device for want in expected if want is not None for key, device in want.keys}
-    read = [(k, want) for k, want in enumerate(expected) if want is not None]
-    whole = tuple((key, k) for k, want in read if len(want.sharding.device_set) == 1 for key, _ in want.keys)
-    cut = tuple(k for k, want in read if len(want.sharding.device_set) > 1)
-    return Binding(structure, tuple(expected), whole, cut, devices, _ranges(expected, families), [])
+    devices = {key[2]: device for want in expected.values() for key, device in want.keys}
+    whole = [k for k, want in expected.items() if len(want.sharding.device_set) == 1]
+    cut = [k for k, want in expected.items() if len(want.sharding.device_set) > 1]
+    at = {key: place for place, k in enumerate(whole) for key, _ in expected[k].keys}
+    shards = (key for k in cut for key, _ in expected[k].keys)
+    at |= {key: place for place, key in enumerate(shards, len(whole))}
+    return Binding(
+        structure=structure,
+        expected=expected,
+        whole=tuple(whole),
+        cut=tuple((k, tuple(device for _, device in expected[k].keys)) for k in cut),
+        places=at,
+        devices=devices,
+        ranges=_ranges(expected, families, at),
+        seen=[],
+    )
 
 
-def _ranges(expected: list[Expected | None], families: tuple[Family, ...]) -> dict[str, tuple[list[Key], np.ndarray]]:
+def _ranges(
+    expected: dict[int, Expected], families: tuple[Family, ...], places: dict[Key, int]
+) -> dict[str, tuple[list[Key], np.ndarray, np.ndarray]]:
     found: dict[str, list[tuple[Key, int]]] = {}
-    for want in expected:
-        for key, device in want.keys if want is not None else ():
+    for want in expected.values():
+        for key, device in want.keys:
             layout = families[key[0]].layout
             nbytes = math.prod(layout.buffer_shape(key[2])) * itemsize(layout.dtype)
             found.setdefault(memory_of(device), []).append((key, nbytes))
     return {
-        memory: ([key for key, _ in items], np.array([n for _, n in items], np.int64))
+        memory: (
+            [key for key, _ in items],
+            np.array([places[key] for key, _ in items]),
+            np.array([n for _, n in items], np.int64),
+        )
         for memory, items in found.items()
     }
 
@@ -289,8 +318,8 @@ def check_addresses(session: Session, binding: Binding, arrays: Sources) -> None
     ParamsMismatch: A source shard shares memory with a registered buffer, or is not aligned as the executor needs it.
     """
     alignment = 1 if session.executor is None else session.executor.alignment  # none where a world moves the bytes
-    for memory, (keys, nbytes) in binding.ranges.items():
-        addresses = np.array([arrays.addresses[key] for key in keys], np.int64)
+    for memory, (keys, places, nbytes) in binding.ranges.items():
+        addresses = arrays.addresses[places]
         crooked = addresses % alignment != 0
         if crooked.any():
             family, tensor, rank = keys[int(crooked.argmax())]

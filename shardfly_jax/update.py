@@ -104,7 +104,7 @@ def _prepare(params: Any, session: Session, progress: Callable[[int], None] | No
     Args:
       wait: Whether somebody waits for the rest, which then returns the rollout's params.
     """
-    leaves, binding = bind(params, session)
+    leaves, binding = bind(params, session, read_next=wait)
     session.check_buffers()
     if session.executor is None:
         session.make_executor(binding.devices)
@@ -225,9 +225,8 @@ def verify(params_: Any, plan: Plan, *, progress: Callable[[int], None] | None =
     session.check_alive()
     arrays = shards_of(leaves, binding)
     parts: dict[str, list[tuple[Key, jax.Array]]] = {}
-    for expect in binding.expected:
-        if expect is not None:
-            parts.setdefault(expect.name, []).extend((key, arrays[key]) for key, _ in expect.keys)
+    for expect in binding.expected.values():
+        parts.setdefault(expect.name, []).extend((key, arrays[key]) for key, _ in expect.keys)
 
     def source(name: str, i: int) -> np.ndarray:
         return _whole(parts[name_pattern(name).format({FAMILY: i})], session)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from random_problems import fill, local_buffer
 
 import shardfly_jax as sf
+from shardfly_jax.executors.memory import Key, Sources
 from shardfly_jax.sharding.evaluate import evaluate
 from shardfly_jax.sharding.families import TargetTree
 from shardfly_jax.sharding.formats import np_dtype
@@ -230,6 +231,11 @@ def updated(params: Any, plan: sf.Plan) -> Any:
     """Poisons every registered buffer, synchronizes, and returns the rollout's params."""
     poison_buffers(plan)
     return sf.sync(params, plan)
+
+
+def sources_of(arrays: Mapping[Key, jax.Array]) -> Sources:
+    """Source shards for an executor, by key."""
+    return Sources({key: place for place, key in enumerate(arrays)}, list(arrays.values()))
 
 
 def poison_buffers(plan: sf.Plan, pattern: int = POISON) -> None:

@@ -8,7 +8,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from checks import cut
+from checks import cut, sources_of
 from hypothesis import HealthCheck, given, settings
 from jax.sharding import AbstractMesh, Mesh
 from random_problems import Case, cases, expected_buffers, source_buffers
@@ -18,7 +18,7 @@ import shardfly_jax as sf
 from shardfly_jax import formats
 from shardfly_jax.executors import convert, hostcopy, hostquantize
 from shardfly_jax.executors.host import HostExecutor
-from shardfly_jax.executors.memory import Shard, Sources, host_bytes
+from shardfly_jax.executors.memory import Shard, host_bytes
 from shardfly_jax.executors.persistent import PersistentExecutor
 from shardfly_jax.executors.xla import XlaExecutor
 from shardfly_jax.sharding.families import TargetTree
@@ -54,7 +54,7 @@ def run_on_poisoned_buffers(
         executor = kind(plan, shards, {key[2]: x.device for key, x in sources.items()})
     else:
         executor = kind(plan, shards)
-    executor.start(Sources(sources))()
+    executor.start(sources_of(sources))()
     for key, flat in want.items():
         array = shards[key].array
         assert array.unsafe_buffer_pointer() == addresses[key]
@@ -103,7 +103,7 @@ def test_executors_refuse_values_that_are_not_finite(
     sources = {key: jax.device_put(x, device) for key, x in source_buffers(case, plan).items()}
     shards = {(0, i, 2): Shard.of(jax.numpy.zeros(256, np_dtype(format.codes))) for i in range(3)}
     with pytest.raises(sf.NotFinite, match=r"target 'h\.1\.w'.*NaN or infinity"):
-        kind(plan, shards).start(Sources(sources))
+        kind(plan, shards).start(sources_of(sources))
 
 
 @settings(max_examples=10, suppress_health_check=SLOW)

@@ -8,7 +8,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from checks import assert_holds, assert_same_bits, cut, fresh, like, mesh, put, replayed, updated
+from checks import assert_holds, assert_same_bits, cut, fresh, like, mesh, put, replayed, sources_of, updated
 from fp4_engines import compressed_tensors, triton
 from hypothesis import HealthCheck, given, settings
 from random_problems import Case, check, source_buffers
@@ -18,7 +18,7 @@ import shardfly_jax as sf
 from shardfly_jax import formats, today
 from shardfly_jax.executors import hostquantize
 from shardfly_jax.executors.host import HostExecutor
-from shardfly_jax.executors.memory import Shard, Sources
+from shardfly_jax.executors.memory import Shard
 from shardfly_jax.sharding import routing
 from shardfly_jax.sharding.families import TargetTree
 from shardfly_jax.sharding.grids import quantize
@@ -94,7 +94,7 @@ def run_on_hosts(plan: Plan, case: Case) -> dict[str, np.ndarray]:
         poisoned = np.full(family.layout.shape, 0xA5, np.uint8)
         shards[index, 0, rank] = Shard.of(put(poisoned, mesh((1,), "x")).addressable_shards[0].data)
         out[family.pattern] = shards[index, 0, rank]
-    HostExecutor(plan, shards).start(Sources(sources))
+    HostExecutor(plan, shards).start(sources_of(sources))
     return {name: np.asarray(shard.array) for name, shard in out.items()}
 
 

@@ -241,8 +241,8 @@ def test_a_writer_that_comes_too_late_writes_nothing(model: tuple[Any, sf.Plan])
 def addresses_of(params: Any, plan: sf.Plan) -> np.ndarray:
     from shardfly_jax.update import bound_sources
 
-    addresses = bound_sources(params, plan).addresses
-    return np.array([addresses[key] for key in executor_of(plan).moving], np.uint64)
+    sources = bound_sources(params, plan)
+    return np.array([sources.address(key) for key in executor_of(plan).moving], np.uint64)
 
 
 def test_computations_queued_before_sync_see_the_old_weights_and_later_ones_the_new(model: tuple[Any, sf.Plan]) -> None:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_same_bits, bits, cut, fresh
+from checks import assert_same_bits, bits, cut, fresh, sources_of
 from hypothesis import HealthCheck, given, settings, strategies as st
 from jax.sharding import AbstractMesh, Mesh, SingleDeviceSharding
 from kernel_jobs import Job
@@ -24,7 +24,7 @@ from random_problems import Case, cases, expected_buffers, source_buffers
 
 import shardfly_jax as sf
 from shardfly_jax.executors.host import HostExecutor
-from shardfly_jax.executors.memory import Shard, Sources
+from shardfly_jax.executors.memory import Shard
 from shardfly_jax.pallas_kernels import launch_words as lw
 from shardfly_jax.sharding.families import TargetTree
 from shardfly_jax.sharding.formats import np_dtype
@@ -59,7 +59,7 @@ def run_random_case(case: Case, platform: str, places: list[int]) -> None:
         executor: Any = PersistentExecutor(plan, shards, {key[2]: place[key[2]] for key in sources})
     else:
         executor = HostExecutor(plan, shards)
-    executor.start(Sources(sources))()
+    executor.start(sources_of(sources))()
     for key, flat in want.items():
         assert bits(jnp.array(shards[key].array, copy=True)).tobytes() == bits(flat).tobytes(), key
 

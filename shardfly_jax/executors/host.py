@@ -130,7 +130,7 @@ class HostExecutor:
         for slots in self._staging.values():
             slots[...] = 0
         arrays = {key: sources[key] for key in self._read}
-        flats = {key: host_bytes(sources.addresses[key], array.nbytes) for key, array in arrays.items()}
+        flats = {key: host_bytes(sources.address(key), array.nbytes) for key, array in arrays.items()}
         flats.update(self._targets)
         flats.update(self._staging)
         if progress is not None and self._shared_nbytes:

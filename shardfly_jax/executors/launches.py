@@ -266,7 +266,7 @@ class Launch:
             at += len(numbers)
         self._numbers, self._parts = np.concatenate(all_numbers), np.array([kernel[-1] for kernel in kernels])
         self._publishes = np.array([work.publishes for work in works])
-        self._taken, self._low = np.array(taken, np.int64), np.array(low, np.int64)
+        self._taken, self._words = np.array(taken, np.int64), np.array(low, np.int64)[:, None] + np.arange(2)
         self._tables = jax.device_put(tables, device)
         self._state = jax.device_put(np.zeros(lw.STATE, np.int32), device)
         self.kernels = _jitted(tuple(kernels), device)
@@ -299,8 +299,7 @@ class Launch:
         """
         numbers = self._numbers.copy()
         set_attempt(numbers, attempt, self._publishes, self._parts)
-        taken = sources[self._taken]
-        numbers[self._low], numbers[self._low + 1] = taken & 0xFFFFFFFF, taken >> 32
+        numbers[self._words] = sources[self._taken].view(np.uint32).reshape(-1, 2)  # low, high
         return self._launch(numbers)
 
 

@@ -137,6 +137,7 @@ class PersistentExecutor:
         self.deadline_ms = DEADLINE_MS
         self.in_order = len(jax.local_devices(backend="gpu")) == 1  # copies to other GPUs have streams of their own
         self._session, self._epoch, self._version = secrets.randbits(32), 0, 0
+        self._order: tuple[Mapping[Key, int], np.ndarray] | None = None  # of what is moving among sources
         placed: dict[int, Hashable] = dict(others.places) if others is not None else {}
         placed |= dict(source_devices) | {key[2]: shard.device for key, shard in buffers.items()}
 
@@ -201,7 +202,10 @@ class PersistentExecutor:
           NotFinite: A tensor to be quantized holds NaN or infinity, from what is returned.
         """
         attempt = self._attempt() if len(self.devices) == 1 else self.begin()
-        started = self.transfer(attempt, sources.addresses)
+        if self._order is None or self._order[0] is not sources.places:
+            places = [sources.places[key] for key in self.moving if not isinstance(key, Inbox)]  # none moves here
+            self._order = sources.places, np.array(places, np.int64)
+        started = self._start(self._launches, attempt, sources.addresses[self._order[1]].view(np.uint64))
         alive = [sources]  # until the kernels have ended
 
         def wait() -> None:

@@ -256,7 +256,7 @@ class GpuPart(Part):
         assert self._executor is not None
         addresses = dict(self._addresses)
         if isinstance(sources, Sources):
-            addresses |= dict(sources.addresses.items())
+            addresses |= {key: sources.address(key) for key in sources}
         return GpuRun(self, self._executor, begin, addresses, until=until, progress=progress)
 
     def _wait_for_stream(self, stream: Any) -> None:

@@ -248,7 +248,9 @@ class NvshmemPart(MpiPart):
         self.newest = number
         session.begin(number, self.own)
         attempt = Attempt(world.session, number, number, int(world.deadline_secs * 1000))
-        addresses: Mapping[Any, int] = self._addresses | dict(sources.addresses if isinstance(sources, Sources) else {})
+        addresses: dict[Any, int] = dict(self._addresses)
+        if isinstance(sources, Sources):
+            addresses |= {key: sources.address(key) for key in sources}
         error: BaseException | None = None
         timer = world.deadline(lambda: f"kernels of rank {min(self.held)} had not ended", PATIENCE_SECS)
         timer.start()

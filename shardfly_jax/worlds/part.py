@@ -229,7 +229,7 @@ class Part:
                 f"params: they lie on {', '.join(other)}, but zmq reads host memory only. Copy them to a CPU device."
             )
         check_addresses(self.session, binding, arrays)
-        memory = {key: host_bytes(arrays.addresses[key], array.nbytes) for key, array in arrays.items()}
+        memory = {key: host_bytes(arrays.address(key), array.nbytes) for key, array in arrays.items()}
         return memory, [arrays, kept]
 
     def _take_part(
