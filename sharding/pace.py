@@ -5,8 +5,9 @@ members in a host, each member entry of two: inside of one and at the end of the
 half of the hosts apart. A *tick* passes on one band along each tree; every NIC receives two and sends two, and in each
 host all GPUs pass on alike. A host with fewer members than others goes round them in more turns than a tick has. What a
 host passes on in a tick left the trainers a tick per hop earlier, and all wait for whoever has the largest bands under
-way. So all tensors have bands of about one size, as far as blocks of a quantized one can be cut so, one after the other
-without gaps, and those outside the layers come before all layers. Tensors whose trees are not alike, as of experts that
+way. So all tensors have bands of about one size, one after the other without gaps, and those outside the layers come
+before all layers. Where that cannot be had, as blocks of a quantized tensor are not cut, the size is one with which an
+update is estimated to take least time (`_most_nbytes`). Tensors whose trees are not alike, as of experts that
 fewer hosts share, take passes over the layers of their own: at each change hosts would wait for each other.
 
 Two trees: Sanders, Speck, Träff, Two-tree algorithms for full bandwidth broadcast, reduction and scan (2009).
@@ -15,6 +16,7 @@ Two trees: Sanders, Speck, Träff, Two-tree algorithms for full bandwidth broadc
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -27,20 +29,19 @@ from shardfly_jax.sharding.layouts import box_shape
 from shardfly_jax.sharding.schedule import SLOTS, reads_scales, scattered
 from shardfly_jax.sharding.topology import Topology
 
-MAX_FORWARDS = 1 << 20
-"""Rows of forwards in a table, about: bands are at least as large as that takes."""
+MAX_FORWARDS = 5 << 18
+"""Rows of forwards in a table, about: bands are at least as large as that takes. What is in layers has a quarter at
+least, as a row stands for all of them."""
 BAND_NBYTES = 2 << 20
 """Nor are they smaller than this, where an update has `SLOTS` ticks of them."""
 UNEVEN_PERCENT = 10
 """How far from the mean the smallest and the largest band of a group may be."""
-MOST_IDLE = Fraction(1, 32)
-"""How much of a layer's last tick may have nothing to pass on, as a part of the layer, if that can be had."""
-MOST_LARGER = Fraction(5, 4)
-"""How large bands of about one size may be, as a part of what is wanted."""
-DISTANCE = 0.01
-"""What half or twice as many bands count for, beside a largest band of half or twice the size that is wanted."""
-LARGE, SMALL = 10, 100
-"""Kinds of less than such a part of the largest one need not have bands of its size, or none."""
+LARGE = 10
+"""Kinds of less than such a part of the largest one have bands of another size."""
+DISTANCE = 0.04
+"""What bands of half the size that is wanted cost, as a part of an update: twice the rows."""
+AHEAD_NBYTES, LONG = 8 << 20, 5
+"""What a GPU's blocks hold, by which it can be ahead of others; bands of so many times that would double the time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,21 +97,26 @@ def set_pace(groups: Sequence[Group], layered: Sequence[bool], topology: Topolog
         if is_layered or (group.is_wide and not reads_scales(group.expr)):
             (inside if is_layered else outside).setdefault(group.expr, _Kind([])).groups.append(group)
     kinds = sorted(inside.values(), key=lambda kind: (kind.is_of_scales, -kind.nic_nbytes))
-    rows = sum(len(group.members) * group.box_nbytes for group in groups if group.is_wide)
-    tick = _tick_nbytes(rows, kinds, list(outside.values()))
+    late = list(outside.values())
+    tick, most = _tick_nbytes(kinds, late)
+    rows = max(MAX_FORWARDS - _forwarded_nbytes(kinds) / tick, Fraction(MAX_FORWARDS, 8))
+    late_tick = max(tick, _forwarded_nbytes(late) / rows)
     whole = [(group, group.bands, group.roots) for group in groups]
-    pace = _passed(kinds, list(outside.values()), tick)
+    pace = _passed(kinds, late, tick, most, late_tick)
     if _is_uneven(Fraction(pace.ticks, SLOTS)):  # with the ticks that are not full
         for group, bands, roots in whole:
             group.bands, group.roots, group.is_paced = bands, roots, False
-        pace = _passed(kinds, list(outside.values()), tick * Fraction(pace.ticks, SLOTS))
+        fits = Fraction(pace.ticks, SLOTS)
+        pace = _passed(kinds, late, tick * fits, most and int(most * fits), late_tick * fits)
     for group in groups:
         group.pace = pace
         if group.is_paced:
             group.start = _start(group, topology)
 
 
-def _passed(layer: Sequence[_Kind], outside: Sequence[_Kind], tick: Fraction) -> Pace:
+def _passed(
+    layer: Sequence[_Kind], outside: Sequence[_Kind], tick: Fraction, most: int | None, late_tick: Fraction
+) -> Pace:
     """Cuts groups into bands, and lets kinds pass them on one after the other.
 
     Args:
@@ -127,10 +133,11 @@ def _passed(layer: Sequence[_Kind], outside: Sequence[_Kind], tick: Fraction) ->
     for key, kinds in sorted(passes.items(), key=lambda item: item[0][0]):
         for group in (group for kind in kinds for group in kind.groups):
             group.pass_ = len(made)
-        made.append(Pass(max(_in_turn(kinds, tick), 1), key[1]))
+        made.append(Pass(max(_in_turn(kinds, tick, most), 1), key[1]))
     front = 0
     for kind in outside:
-        front += _in_turn([kind], tick, front)
+        whole = kind.nic_nbytes / max(int(kind.nic_nbytes / late_tick), 1)  # each is whole ticks
+        front += _in_turn([kind], whole, None, front)
     return Pace(front, tuple(made))
 
 
@@ -148,58 +155,101 @@ def _start(group: Group, topology: Topology) -> int:
     return sum(group.sizes[: gpu * len(group.sizes) // (2 * topology.gpus_per_host)])
 
 
-def _tick_nbytes(rows_nbytes: int, layer: Sequence[_Kind], outside: Sequence[_Kind]) -> Fraction:
-    """What a tick brings over each NIC: two bands.
+def _forwarded_nbytes(kinds: Sequence[_Kind]) -> Fraction:
+    """What groups of several hosts pass on in one layer, twice: over a tick it is the rows that this takes."""
+    groups = (group for kind in kinds for group in kind.groups if group.is_wide)
+    return Fraction(2 * sum(len(group.members) * group.box_nbytes for group in groups))
+
+
+def _tick_nbytes(layer: Sequence[_Kind], outside: Sequence[_Kind]) -> tuple[Fraction, int | None]:
+    """What a tick brings over each NIC, two bands, and what bands have at most, as for `_cut`.
 
     Args:
-      rows_nbytes: Bytes of one layer of all members of groups of several hosts.
       layer, outside: Kinds in layers, the largest first, and others.
     """
     once = sum((kind.nic_nbytes for kind in layer), Fraction(0))
     total = sum((kind.nic_nbytes * (kind.layers[1] - kind.layers[0]) for kind in (*layer, *outside)), Fraction(0))
-    least = max(Fraction(2 * rows_nbytes, MAX_FORWARDS), Fraction(2 * SMALLEST_BAND_NBYTES))
+    least = Fraction(2 * SMALLEST_BAND_NBYTES)
     tick = max(min(Fraction(2 * BAND_NBYTES), total / SLOTS), least)
+    rows = max(MAX_FORWARDS - _forwarded_nbytes(outside) / tick, Fraction(MAX_FORWARDS, 4))
+    least = max(_forwarded_nbytes(layer) / rows, least)
+    tick = max(tick, least)
     if tick < total / SLOTS < 2 * tick:  # a slot with two ticks would be followed by one with one
         tick = total / SLOTS
-    widest = [group for kind in layer if (group := kind.widest) is not None]
-    if not widest:
-        return tick
-    first = widest[0].box_nbytes
-    wanted = max(round(2 * first / tick), 1)
-
-    def fits(count: int, idle: Fraction) -> bool:
-        of_tick = Fraction(2 * first, count)
-        in_slot = total / of_tick / SLOTS
-        counts = [(group, round(2 * group.box_nbytes / of_tick)) for group in widest]
-        ticks = sum((Fraction(n, group.trees) for group, n in counts), Fraction(0))
-        return (
-            not _is_uneven(in_slot)
-            and math.ceil(ticks) <= (1 + idle) * ticks
-            and all(n > 0 for group, n in counts if group.box_nbytes * SMALL > first)
-            and all(_cuts_evenly(group, n) for group, n in counts if group.box_nbytes * LARGE > first)
-        )
-
-    if fits(wanted, Fraction(1)):
-        return once / max(round(once / tick), 1)  # a layer is whole ticks
-    # there are few ways to cut the largest kind evenly, and others follow it
-    among = [*range(wanted, max(wanted // 2, 1) - 1, -1), *range(wanted + 1, int(2 * first / least) + 1)]
-    found = [next((n for n in among if fits(n, idle)), 0) for idle in (MOST_IDLE, Fraction(1))]
-    count = found[0] or found[1] or wanted
-    return Fraction(2 * first, count)
+    large = [group for kind in layer if (group := kind.widest) is not None]
+    large = [group for group in large if group.box_nbytes * LARGE > large[0].box_nbytes]
+    if not large:
+        return tick, None
+    even = all(_cuts_evenly(group, max(round(2 * group.box_nbytes / tick), 1)) for group in large)
+    if even and not _is_uneven(total / tick / SLOTS):
+        return once / max(round(once / tick), 1), None  # a layer is whole ticks
+    most = _most_nbytes(tick, least, large, once, total / once)
+    return Fraction(2 * most), most
 
 
-def _in_turn(kinds: Sequence[_Kind], tick: Fraction, at: int = 0) -> int:
+def _most_nbytes(tick: Fraction, least: Fraction, large: Sequence[Group], once: Fraction, layers: Fraction) -> int:
+    """With which largest bands an update takes least time, about, where there are few ways to cut.
+
+    Args:
+      tick, least: What a tick should bring over each NIC, and at least; two bands.
+      large: Groups of several hosts, in layers.
+      once: What a layer brings over each NIC.
+      layers: How many there are, as if what is outside of them were layers too.
+    """
+    each = sum((Fraction(group.box_nbytes, 2 * min(group.sizes)) for group in large), Fraction(0))
+    unequal = any(len(set(group.sizes)) > 1 for group in large)
+    depth = max(len(group.sizes) for group in large).bit_length()
+    filling = depth + max(max(group.sizes) for group in large)
+    long = LONG * max(Fraction(AHEAD_NBYTES), 2 * once * layers / SLOTS)  # a slot passes on as much as it brings
+
+    def cost(most: int) -> float:
+        """Bytes over a NIC that take as long as a layer does; what it is made of follows what `simulate` finds."""
+        cuts = [(group, *band_sizes(group, _least_bands(group, most))) for group in large]
+        largest = max(size * group.itemsize for group, _, _, size in cuts)
+        passed = sum((Fraction(number, 2 * min(group.sizes)) for group, number, _, _ in cuts), Fraction(0))
+        ticks = Fraction(math.ceil(passed))
+        if unequal:  # every kind goes round the members of each host from the first one on
+            ticks = sum((Fraction(-(-number // min(group.sizes)), 2) for group, number, _, _ in cuts), Fraction(0))
+        if _is_uneven(ticks * layers / SLOTS):
+            return math.inf
+        waiting = depth / (
+            depth + ticks
+        )  # the deeper trees are and the fewer ticks, the more wait for the largest band
+        lasts = (1 - waiting) * each / passed + waiting * largest
+        late = 1 + filling / min(ticks * layers, Fraction(SLOTS))
+        return float(ticks * lasts * late * (1 + largest / long)) * (1 + DISTANCE * max(math.log2(tick / 2 / most), 0))
+
+    sizes = {
+        band_sizes(group, count)[2] * group.itemsize
+        for group in large
+        for count in range(max(int(group.box_nbytes / tick) // 2, 1), int(6 * group.box_nbytes / tick) + 1)
+    }
+    # bands that suit are worth a quarter more rows
+    return min(sorted(size for size in sizes if 5 * size >= 2 * least) or [max(sizes)], key=cost)
+
+
+def _least_bands(group: Group, most: int) -> int:
+    """Into how few bands a group's box can be cut so that none has more bytes than `most`, or nearly so."""
+    for count in itertools.count(-(-group.box_nbytes // most)):
+        number, _, largest = band_sizes(group, count)
+        if largest * group.itemsize <= most or number < count:
+            return count
+    raise AssertionError  # itertools.count never ends
+
+
+def _in_turn(kinds: Sequence[_Kind], tick: Fraction, most: int | None, at: int = 0) -> int:
     """Lets kinds pass on one after the other, from a tick on; returns how many ticks that takes.
 
     Args:
       kinds: In order.
       tick: What a tick brings over each NIC, bytes.
+      most: As for `_cut`.
       at: The first tick.
     """
     first, begin, turns, edge = at, 0, 1, Fraction(0)  # `begin` of the tick's `turns` are taken
     for kind in kinds:
         here, edge = edge, edge + kind.nic_nbytes / tick
-        paced = _cut(kind, here, edge)
+        paced = _cut(kind, here, edge, most)
         mixed = len({group.trees for group in paced}) > 1  # hosts of unequal size: a tick has no one number of turns
         if paced and (mixed or paced[0].trees != turns):
             at, begin, turns = at + (begin > 0), 0, paced[0].trees
@@ -223,27 +273,13 @@ def _cuts_evenly(group: Group, count: int) -> bool:
     return number == count and all(abs(n * count - whole) * 100 <= UNEVEN_PERCENT * whole for n in (least, most))
 
 
-def _count(group: Group, wanted: int, exactly: Fraction) -> int:
-    """About how many bands a group's box is to be cut into, if so many are wanted.
-
-    Bands of about one size, if these are not much larger than is wanted. Else, as blocks may allow few ways to cut, the
-    largest is as near to that as can be: all wait for it, and a tick with smaller ones brings less.
-    """
-    whole = math.prod(box_shape(group.box))
-    even = next((count for count in range(wanted, wanted // 2, -1) if _cuts_evenly(group, count)), 0)
-    if even and band_sizes(group, even)[2] * exactly <= MOST_LARGER * whole:
-        return even
-    least, best = math.inf, 0
-    for count in range(max(wanted // 2, 1), 2 * wanted + 1):
-        number, _, most = band_sizes(group, count)
-        off = abs(math.log2(most * exactly / whole)) + DISTANCE * abs(math.log2(count / wanted))
-        if number == count and off < least:
-            least, best = off, count
-    return best or next(count for count in range(wanted, 0, -1) if band_sizes(group, count)[0] == count)
-
-
-def _cut(kind: _Kind, begin: Fraction, end: Fraction) -> list[Group]:
+def _cut(kind: _Kind, begin: Fraction, end: Fraction, most: int | None) -> list[Group]:
     """Cuts groups of several hosts into about as many bands as pass on from one tick to another.
+
+    Args:
+      kind: Their groups.
+      begin, end: Ticks.
+      most: Bytes of the largest band, where there are few ways to cut; None where bands of about one size can be had.
 
     Returns:
       Those that have any. Others, of too few bytes, are passed on whole.
@@ -253,7 +289,12 @@ def _cut(kind: _Kind, begin: Fraction, end: Fraction) -> list[Group]:
         wanted = round(end * group.trees) - round(begin * group.trees)
         wanted = min(wanted, group.box_nbytes // SMALLEST_BAND_NBYTES)
         if group.is_wide and wanted > 0:
-            group.bands = bands_of(group, band_boxes(group, _count(group, wanted, (end - begin) * group.trees)))
+            if most is None:
+                evenly = (count for count in range(wanted, wanted // 2, -1) if _cuts_evenly(group, count))
+                count = next(evenly, wanted)
+            else:
+                count = _least_bands(group, most)
+            group.bands = bands_of(group, band_boxes(group, count))
             group.roots, group.is_paced = group.turns, True
             paced.append(group)
     return paced
