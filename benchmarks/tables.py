@@ -225,7 +225,7 @@ def _on_gpu(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
             str(row.get("launches", "")),
             f"{row['step_secs'][0]:.2f} s" if "step_secs" in row else "",
             (f"{row['in_use_nbytes'] / 1e9:.2f} GB, " if "in_use_nbytes" in row else "")
-            + f"{max(row['grown_nbytes'])} B",
+            + f"{row['grown_nbytes'][0]} B, {row['grown_nbytes'][1] / 1e6:.2f} MB for a moment",
         ]
         for row in rows
     ]
