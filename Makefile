@@ -10,7 +10,7 @@ ARGS =
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-mpi demo rl test fuzz test-gpu check notebook docs bench bench-check bench-gpu clean
+.PHONY: help setup setup-mpi demo rl test fuzz test-gpu sanitize check notebook docs bench bench-check bench-gpu clean
 
 # A .venv that does not run, or that came along when a checkout was copied or moved (its editable install points to
 # the old folder), has no valid stamps.
@@ -61,6 +61,11 @@ bench-check: $(RUN_STAMP) ## run them, and fail where a ratio is worse than the 
 
 test-gpu: $(TEST_STAMP) ## the tests that need a GPU (pip install 'jax[cuda13]' into .venv first)
 	JAX_PLATFORMS=cuda,cpu $(PY) -m pytest -m "gpu or multigpu" $(ARGS)
+
+TOOL = memcheck
+sanitize: $(TEST_STAMP) ## random layouts and casts on a GPU under NVIDIA's compute-sanitizer (TOOL=racecheck, initcheck, synccheck)
+	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool $(TOOL) --error-exitcode 9 \
+	  $(PY) -m pytest -m gpu -k "slices or casts" tests/test_persistent.py $(ARGS)
 
 bench-gpu: $(RUN_STAMP) ## the persistent kernel against its bound, XLA and, on two GPUs, other systems (they need torch)
 	$(PY) -m benchmarks on_gpu quantizing $(ARGS)
