@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import jax
@@ -18,8 +19,8 @@ from threaded_world import PATIENCE_SECS, Process, addresses, errors, eventually
 import shardfly_jax as sf
 
 
-def serving() -> Any:
-    return sf.connect("tcp://127.0.0.1:0", TOKEN, serve=True, deadline_secs=5, lost_secs=1)
+def serving(address: str = "tcp://127.0.0.1:0", lost_secs: float = 1, token: str = TOKEN) -> Any:
+    return sf.connect(address, token, serve=True, deadline_secs=5, lost_secs=lost_secs)
 
 
 def again(process: Process, rendezvous: Any) -> None:
@@ -76,6 +77,38 @@ def test_versions_go_on_and_rollouts_go_on_serving(transport: str) -> None:
     for process in rollouts:
         process.plan = None  # type: ignore[assignment]  # nobody has the memory any more
     before.clear()
+
+
+def test_who_waits_hears_at_once_that_another_rendezvous_has_taken_the_address(small_chunks: None) -> None:
+    """Nobody has been silent for long enough to be lost, and messages of the new one are numbered from 1 again."""
+    lost_secs = 10.0  # beats every 2 s
+    with serving(lost_secs=lost_secs) as first:
+        trainer, rollout = Process(first, [0, 1]), Process(first, [2, 3, 4, 5])
+        assert errors(together(lambda: trainer.update(1), lambda: rollout.update(1))) == []
+        trainer.world.close()
+
+        def restart() -> Any:
+            first.close()
+            return serving(first.address, lost_secs)
+
+        start = time.monotonic()
+        error, second = together(lambda: sf.receive(rollout.plan, wait_secs=PATIENCE_SECS / 2), restart)
+        with second, rollout.world:
+            assert isinstance(error, sf.WorldLost), error
+            assert "another rendezvous answers at" in str(error)
+            assert time.monotonic() - start < lost_secs / 2
+            assert served(rollout.plan, [1]) == "1"
+
+
+def test_a_rendezvous_with_another_token_at_the_address_does_not_pass_for_the_one_before(small_chunks: None) -> None:
+    with serving() as first:
+        rollout = Process(first, [2, 3])
+        first.close()
+        with serving(first.address, token="another token"), rollout.world:
+            start = time.monotonic()
+            with pytest.raises(sf.WorldLost, match="nothing was heard of the rendezvous"):
+                sf.receive(rollout.plan, wait_secs=PATIENCE_SECS / 2)
+            assert time.monotonic() - start < PATIENCE_SECS / 4
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs CPU devices, as host memory is written")

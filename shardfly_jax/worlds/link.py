@@ -84,7 +84,7 @@ class Link:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_HEADER_NBYTES)
         self._socket.setsockopt(zmq.ROUTING_ID, b"m" + secrets.token_bytes(15))
-        self._sent, self._seen = 0, 0
+        self._sent, self._seen, self._heard = 0, 0, 0.0
         self._outbox: collections.deque[Header] = collections.deque()
         self._inbox: collections.deque[Header] = collections.deque()
         self._nudge = Wake()
@@ -213,7 +213,7 @@ class Link:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._nudge.fileno(), zmq.POLLIN)
-        heard = beat = turn = time.monotonic()
+        self._heard = beat = turn = time.monotonic()
         while self.lost is None:
             poller.poll(max(1, int((beat - time.monotonic()) * 1000)))
             self._nudge.clear()
@@ -223,16 +223,15 @@ class Link:
             if stopping:
                 break
             while self._socket.poll(0):
-                heard = time.monotonic()
                 self._receive(self._socket.recv_multipart())
             now = time.monotonic()
             if now - turn > self.lost_secs / 2:  # it was stopped: the silence was its own, and what was said comes yet
-                heard = now
+                self._heard = now
             turn = now
             if now >= beat:
                 self._send({"op": "beat", "session": self.session})
                 beat = now + self.lost_secs / BEATS_PER_LOSS
-            if now - heard > self.lost_secs:
+            if now - self._heard > self.lost_secs:
                 whose = "its own rendezvous" if self._serves else "the rendezvous"
                 self._lose(f"nothing was heard of {whose} at {self.address} for {self.lost_secs:g} s")
         self._socket.close(1000 if self._stopping else 0)  # ms, for *leave* to get out
@@ -252,6 +251,10 @@ class Link:
         except Refused as refused:
             log.warning("the rendezvous sent %s; ignored", refused)
             return
+        if header["session"] != self.session:  # its numbers are others', so that they say nothing
+            self._lose(f"another rendezvous answers at {self.address}: the one of this world has ended")
+            return
+        self._heard = time.monotonic()
         if header["seq"] <= self._seen:
             log.warning("%r came twice; ignored", header["op"])
             return
