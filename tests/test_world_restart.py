@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("zmq", reason="needs pyzmq (the zmq extra)")
@@ -24,10 +25,10 @@ def serving(address: str = "tcp://127.0.0.1:0", lost_secs: float = 1, token: str
 
 
 def again(process: Process, rendezvous: Any) -> None:
-    """A rollout whose world is lost joins another one with the buffers that it has."""
+    """A rollout whose world is lost joins another one; it has the same buffers there."""
     process.world.close()
     process.world = sf.connect(rendezvous.address, TOKEN, listen="tcp://127.0.0.1:0")
-    process.plan = sf.register(process.plan, sf.params(process.plan), world=process.world, ranks=process.ranks)
+    process.plan = sf.register(process.plan, world=process.world, ranks=process.ranks)
 
 
 @pytest.fixture(params=["zmq", "ipc"])
@@ -135,8 +136,7 @@ def test_who_may_still_write_into_buffers_is_waited_for_in_another_world_too(
         rollout.world.close()
         trainer.world.close()
     with serving() as second, sf.connect(second.address, TOKEN, listen="tcp://127.0.0.1:0") as world:
-        owner = rollout.plan.registered().handles()
-        plan = sf.register(rollout.plan, owner, world=world, ranks=rollout.ranks)
+        plan = sf.register(rollout.plan, world=world, ranks=rollout.ranks)
         trainer = Process(second, [0, 1])
         with trainer.world:
             results = together(lambda: trainer.update(2), lambda: sf.receive(plan, wait_secs=10))
@@ -151,7 +151,8 @@ def test_who_may_still_write_into_buffers_is_waited_for_in_another_world_too(
     rollout.plan = None  # type: ignore[assignment]
 
 
-def test_buffers_that_hold_a_mixture_stay_poisoned(small_chunks: None) -> None:
+@pytest.mark.parametrize("gives", ["nothing", "its arrays", "its arrays, and a new plan"])
+def test_buffers_that_hold_a_mixture_stay_poisoned(small_chunks: None, gives: str) -> None:
     with serving() as first:
         trainer, rollout = Process(first, [0, 1]), Process(first, [2, 3, 4, 5])
         assert errors(together(lambda: trainer.update(1), lambda: rollout.update(1))) == []
@@ -165,14 +166,35 @@ def test_buffers_that_hold_a_mixture_stay_poisoned(small_chunks: None) -> None:
         for process in (trainer, rollout):
             process.world.close()
     with serving() as second, sf.connect(second.address, TOKEN, listen="tcp://127.0.0.1:0") as world:
-        plan = sf.register(rollout.plan, owner, world=world, ranks=rollout.ranks)
+        where = addresses(rollout)
+        plan = sf.register(
+            make_plan() if gives.endswith("plan") else rollout.plan,
+            None if gives == "nothing" else owner,
+            world=world,
+            ranks=rollout.ranks,
+        )
+        assert {shard.address for shard in plan.registered().buffers.values()} == where
         assert served(plan, [1, 2]) == "poisoned"
-        assert set(plan.staleness.values()) == {1}
+        assert set(plan.staleness.values()) == ({0} if gives.endswith("plan") else {1})
         trainer = Process(second, [0, 1])
         with trainer.world:
             assert errors(together(lambda: trainer.update(3), lambda: sf.receive(plan))) == []
         assert served(plan, [3]) == "3"
-        assert set(plan.version.values()) == {3}
+        assert set(plan.version.values()) == ({1} if gives.endswith("plan") else {3})
+
+
+def test_buffers_of_an_owner_are_served_after_their_first_complete_update(small_chunks: None) -> None:
+    """What they held before, nobody here knows."""
+    with serving() as world:
+        rollout = Process(world, [2, 3, 4, 5])
+        owner = rollout.plan.registered().handles()
+        rollout.world.close()
+        trainer, rollout = Process(world, [0, 1]), Process(world, rollout.ranks, owner=owner)
+        with trainer.world, rollout.world:
+            with pytest.raises(sf.Poisoned, match="not been filled by a complete update since it was registered"):
+                sf.params(rollout.plan)
+            assert errors(together(lambda: trainer.update(1), lambda: rollout.update(1))) == []
+            assert served(rollout.plan, [1]) == "1"
 
 
 def test_a_registration_that_is_refused_leaves_the_one_before_in_force(small_chunks: None) -> None:
@@ -192,7 +214,7 @@ def test_a_registration_that_is_refused_leaves_the_one_before_in_force(small_chu
                 one.world.close()
 
 
-def test_buffers_of_its_own_begin_anew_with_numbers_that_go_on(small_chunks: None) -> None:
+def test_other_buffers_begin_anew_with_numbers_that_go_on(small_chunks: None) -> None:
     with serving() as first:
         trainer, rollout = Process(first, [0, 1]), Process(first, [2, 3, 4, 5])
         for seed in (1, 2):
@@ -200,8 +222,9 @@ def test_buffers_of_its_own_begin_anew_with_numbers_that_go_on(small_chunks: Non
         trainer.world.close()
         rollout.world.close()
     with serving() as second, sf.connect(second.address, TOKEN, listen="tcp://127.0.0.1:0") as world:
-        plan = sf.register(rollout.plan, world=world, ranks=rollout.ranks)
-        assert served(plan, [1, 2]) == "empty"
+        owner = jax.tree.map(lambda x: jnp.array(x, copy=True), sf.params(rollout.plan))
+        plan = sf.register(rollout.plan, owner, world=world, ranks=rollout.ranks)
+        assert served(plan, [1, 2]) == "poisoned"
         assert (set(plan.version.values()), set(plan.staleness.values())) == ({0}, {2})
         trainer = Process(second, [0, 1], make_plan())
         with trainer.world:

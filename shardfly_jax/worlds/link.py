@@ -157,7 +157,8 @@ class Link:
         if self.lost is not None:
             others = " The rendezvous was this process' own, so all others have to do that too." if self._serves else ""
             raise WorldLost(
-                f"world: {self.lost}. Close this world, then sf.connect again and register the plan.{others}"
+                f"world: {self.lost}. Close this world, then sf.connect again and sf.register(plan, world=..., "
+                f"ranks=...), which keeps the plan's buffers.{others}"
             )
 
     def failed(self, epoch: int, secs: float = 0.0) -> Header | None:

@@ -32,7 +32,10 @@ class World:
       address: Of the rendezvous, with its port.
       listen: Where this process takes payload; None if nowhere.
       link: To the rendezvous.
+      keeps_buffers: Whether a plan that is registered anew keeps its buffers where none are given.
     """
+
+    keeps_buffers = True
 
     def __init__(
         self,
