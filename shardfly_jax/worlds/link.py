@@ -88,6 +88,8 @@ class Link:
         self._outbox: collections.deque[Header] = collections.deque()
         self._inbox: collections.deque[Header] = collections.deque()
         self._nudge = Wake()
+        self._ended = 0  # the last attempt of which it was said that it is over
+        self._ending = threading.Condition()
         self._stopping = False
         try:
             self._connect()
@@ -193,6 +195,11 @@ class Link:
                 return header
             poller.poll(int(left * 1000) + 1)
 
+    def wait_for_end(self, epoch: int, secs: float) -> None:
+        """Waits until an attempt is over for all who take part, the link is lost, or the time is up."""
+        with self._ending:
+            self._ending.wait_for(lambda: self._ended >= epoch or self.lost is not None, max(0.0, secs))
+
     def leave(self) -> None:
         """Says *leave* and ends the thread; whoever still waits for a message gets `WorldLost`."""
         if not self._stopping:
@@ -239,7 +246,9 @@ class Link:
 
     def _lose(self, why: str) -> None:
         log.warning("world lost: %s", why)
-        self.lost = why
+        with self._ending:
+            self.lost = why
+            self._ending.notify_all()
         self.wake.set()
 
     def _send(self, header: Header) -> None:
@@ -265,5 +274,9 @@ class Link:
         elif header["op"] == "news":
             self.news = header
         elif header["op"] != "beat":
+            if header["op"] in ("done", "failed"):
+                with self._ending:
+                    self._ended = max(self._ended, header["epoch"])  # 0 is of no attempt
+                    self._ending.notify_all()
             self._inbox.append(header)
             self.wake.set()

@@ -155,6 +155,8 @@ class World:
     def close(self) -> None:
         """Leaves the world, and gives back all that this process has of it, whatever of that fails.
 
+        An update that this process is through with is first waited for, until it is over for the others too.
+
         Where the rendezvous is served from here, the world is lost for all.
 
         Raises:
@@ -166,8 +168,9 @@ class World:
         part, self._part = self._part, None
         kept = [one.close for one in (part, self._exports) if one is not None]
         last = [self._serving.close] if self._serving is not None else []
-        # the link is left first, so that an update that is under way ends
-        close_all(self.link.leave, *kept, self.link.close, *last, self.context.term)
+        settle = [part.settle] if part is not None else []
+        # the link is left before the part ends, so that an update that is under way ends too
+        close_all(*settle, self.link.leave, *kept, self.link.close, *last, self.context.term)
 
     def __enter__(self) -> World:
         return self
