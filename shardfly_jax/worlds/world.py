@@ -30,6 +30,7 @@ class World:
 
     Attributes:
       address: Of the rendezvous, with its port.
+      transports: That it has, fastest first.
       listen: Where this process takes payload; None if nowhere.
       link: To the rendezvous.
       keeps_buffers: Whether a plan that is registered anew keeps its buffers where none are given.
@@ -42,13 +43,14 @@ class World:
         address: str,
         token: str,
         *,
+        transports: tuple[str, ...],
         serve: bool,
         listen: str | None,
         name: str,
         deadline_secs: float,
         lost_secs: float,
     ):
-        self.listen, self.seal = listen, Seal(token)
+        self.transports, self.listen, self.seal = transports, listen, Seal(token)
         self.context: zmq.Context[Any] = zmq.Context()
         self._serving: Serving | None = None
         self._part: Part | None = None
@@ -86,7 +88,7 @@ class World:
         shares = not filled or (has_heap and all(self.heap.holds(shard.array) for shard in filled))
         known = {} if shares else {"ipc": "the buffers are an owner's; let sf.register(plan, world=...) allocate them"}
         transport, passed_over = choose(
-            [*trainer_devices(session).values(), *(shard.device for shard in buffers)], known
+            [*trainer_devices(session).values(), *(shard.device for shard in buffers)], self.transports, known
         )
         if transport is None:
             against = "; ".join(f"{name}: {reason}" for name, reason in passed_over.items())
