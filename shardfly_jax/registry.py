@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,11 @@ from shardfly_jax.sharding.errors import RegistrationError
 if TYPE_CHECKING:
     from shardfly_jax.worlds.mpi import MpiWorld
     from shardfly_jax.worlds.world import World
+
+_SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
+"""All that somebody still has a plan of."""
+_REGISTERING = threading.Lock()
+"""Held while they are looked at."""
 
 
 def why_not_persistent(plan: Plan) -> tuple[str, ...]:
@@ -175,8 +182,13 @@ def activated(session: Session, plan: Plan, world: World | MpiWorld | None) -> P
     """
     if world is not None:
         session.part = world.part_of(session)
+        with _REGISTERING:
+            for other in [one for one in _SESSIONS if one.shares_memory_with(session)]:
+                other.poison("its buffers were registered again since", other.versions)
     elif plan.source is not None and all(device is not None for device in plan.source.devices):
         session.make_executor({rank: device for rank, device in enumerate(plan.source.devices) if device is not None})
+    with _REGISTERING:
+        _SESSIONS.add(session)
     return dataclasses.replace(plan, session=session)
 
 

@@ -13,7 +13,7 @@ import jax
 
 from shardfly_jax.buffers import check_memory
 from shardfly_jax.executors.choice import Executor, make_executor, why_not_persistent
-from shardfly_jax.executors.memory import Key, Occupied, Shard, wait_for_readers
+from shardfly_jax.executors.memory import Key, Occupied, Shard, overlaps, wait_for_readers
 from shardfly_jax.layout import Tree
 from shardfly_jax.owners import Owner
 from shardfly_jax.pending import Pending
@@ -244,6 +244,12 @@ class Session:
                 self._versions[replica.name] = old._versions[replica.name]
                 if old._versions[replica.name] or old._poison[replica.name] is not None:
                     self._poison[replica.name] = old._poison[replica.name]
+
+    def shares_memory_with(self, other: Session) -> bool:
+        """Whether a buffer of another session overlaps one of this."""
+        mine, theirs = ({shard.range for shard in session.buffers.values()} for session in (self, other))
+        ranges = [*((where, self) for where in mine), *((where, other) for where in theirs)]
+        return any(one is not two for (_, one), (_, two) in overlaps(ranges))
 
     def retire(self, by: str = "sf.rescale") -> None:
         """Lets go of the buffers: another session, made by this call, has taken its place."""
