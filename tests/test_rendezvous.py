@@ -269,6 +269,15 @@ def test_who_waits_for_whom_is_said_of_both_where_two_wait_for_each_other(first:
     assert failed["why"].endswith(": they waited for each other")
 
 
+def test_who_says_that_it_is_late_itself_is_named() -> None:
+    world = World()
+    epoch = world.at_the_deadline()
+    world.say("t", "fail", epoch=epoch, kind="timeout", phase="send", rank=1, why="rank 1 did not take 2 chunks")
+    world.say("a1", "fail", epoch=epoch, kind="timeout", phase="finish", rank=1, why="rank 1 has not taken them yet")
+    world.pass_time(GRACE_SECS + 0.1)
+    assert world.last("a2")["why"] == "rank 1 has not taken them yet"
+
+
 def test_reports_in_a_circle_end_too() -> None:
     world = World()
     epoch = world.at_the_deadline()

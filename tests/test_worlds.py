@@ -231,6 +231,19 @@ def test_an_update_that_one_process_breaks_off_ends_for_all_and_is_healed(rendez
         assert len(set(trainer.plan.version.values())) == 1
 
 
+def test_a_rollout_that_is_slow_itself_is_named_and_not_the_trainer_that_it_waits_for() -> None:
+    with (
+        sf.connect("tcp://127.0.0.1:0", TOKEN, serve=True, deadline_secs=1) as world,
+        Processes(world, [0, 1], [2, 3, 4, 5]) as (trainer, rollout),
+    ):
+        results = together(
+            lambda: trainer.update(1), lambda: rollout.update(1, progress=lambda nbytes: time.sleep(0.1))
+        )
+        assert errors(results) == ["SyncTimeout", "SyncTimeout"]
+        for error in results:
+            assert re.search(r"rank [2-5] had not yet taken chunks that have come", str(error)), error
+
+
 def test_replicas_are_dropped_by_registering_a_plan_without_them(rendezvous: Any) -> None:
     """Two replicas, one dies: the others register a plan of one, with the buffers that they have."""
     members = Processes(rendezvous, [0, 1], [2, 3], [4, 5])

@@ -103,7 +103,7 @@ class Rendezvous:
     def _time_out(self, attempt: Attempt) -> None:
         """Ends an attempt at its deadline, naming who held it up: others may have waited for who waited for them.
 
-        Some may have waited for each other: a slow receiver for chunks that its sender could not send, as it was slow.
+        Some may have waited for each other, and some say of themselves that they are late.
         """
         culprit = None
         seen: dict[bytes, str] = {}
@@ -112,7 +112,8 @@ class Rendezvous:
             if who in seen:
                 whys = list(seen.values())[list(seen).index(who) :]
                 assert culprit is not None
-                culprit = (*culprit[:2], f"{', and '.join(whys)}: they waited for each other")
+                if len(whys) > 1:  # else it says so of itself
+                    culprit = (*culprit[:2], f"{', and '.join(whys)}: they waited for each other")
                 break
             culprit = attempt.reports[who]
             seen[who] = culprit[2]
