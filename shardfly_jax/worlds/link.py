@@ -207,8 +207,7 @@ class Link:
             self._stopping = True
             self._nudge.set()
             self._thread.join()
-            self.lost = self.lost or "it was closed in this process"
-            self.wake.set()
+            self._end(self.lost or "it was closed in this process")
 
     def close(self) -> None:
         """Frees what a link that was left holds; nobody may wait any more."""
@@ -246,6 +245,10 @@ class Link:
 
     def _lose(self, why: str) -> None:
         log.warning("world lost: %s", why)
+        self._end(why)
+
+    def _end(self, why: str) -> None:
+        """Nothing is said or heard any more; whoever waits wakes up."""
         with self._ending:
             self.lost = why
             self._ending.notify_all()
