@@ -60,7 +60,8 @@ class Plan(sharding.Plan):
     def version(self) -> AbstractMapping[str, int]:
         """Number of the last complete update of each replica; 0 before the first.
 
-        Updates are numbered as they begin, and numbers are never used again: a failed one leaves a gap. In a world, the
+        Updates are numbered as they begin, and numbers are never used again: a failed one leaves a gap. They go on in
+        another world where some process registers the plan that it had, and begin anew where none does. In a world, the
         versions of replicas that other processes hold are those that the rendezvous has said last: `sync` returns once
         all are known, but `receive` as soon as this process' replicas are complete, so that those of others may follow.
 
@@ -75,7 +76,8 @@ class Plan(sharding.Plan):
 
         That is the number of the newest update less the replica's version. An update counts from when it begins,
         whether or not it succeeds; one that a trainer waits with, for its own computations or for rollouts to take
-        part, counts while it waits. In a world, what the rendezvous has said last counts, also between updates.
+        part, counts while it waits. In a world, what the rendezvous has said last counts, also between updates. Worlds
+        of MPI and NVSHMEM have none: there a rollout does not see that an update waits, and calls `receive` in step.
 
         Raises:
           NotRegistered: The plan has no buffers yet.

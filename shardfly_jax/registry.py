@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,11 @@ from shardfly_jax.sharding.errors import RegistrationError
 if TYPE_CHECKING:
     from shardfly_jax.worlds.mpi import MpiWorld
     from shardfly_jax.worlds.world import World
+
+_SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
+"""All that somebody still has a plan of."""
+_REGISTERING = threading.Lock()
+"""Held while they are looked at."""
 
 
 def why_not_persistent(plan: Plan) -> tuple[str, ...]:
@@ -46,13 +53,15 @@ def register(
 
     Args:
       plan: From `make_plan` or `load_plan`. In a world also one that was registered before, perhaps in a world that is
-        lost: the numbers of its updates go on, replicas whose buffers are given again (`owner=sf.params(plan)`) serve
-        the version that they did, and the registration before is void.
+        lost: the numbers of its updates go on, replicas whose buffers are the same serve the version that they did, or
+        stay `Poisoned`, and the registration before is void.
       owner: Holds the buffers: a tree of arrays in the target's structure, an `nnx.Module`, or a function that returns
         one; a dict of them for several replica trees. It is asked for its addresses before every update. Rank-local
         tensors stand as `{rank: array}`, where ranks count from 0 within their target tree (the plan-wide number less
         that of the tree's first rank, which is `plan.source_ranks` where there is one tree), or as a list of trees for
-        `sf.local`. None allocates the buffers.
+        `sf.local`. None allocates the buffers; where a process of a rendezvous had registered the plan with the same
+        ranks before, they stay those that it had. In a world buffers that are given are `Poisoned` until their first
+        complete update, unless the plan was registered before and they are known to hold a whole version of it.
       placement: Device of each rollout rank, counted from 0 through all target trees (the plan-wide number less
         `plan.source_ranks`), where the target's mesh does not say; several ranks may share one. By default ranks take
         this process' devices in turn.
@@ -83,19 +92,35 @@ def register(
         held = held_ranks(plan, world, ranks)
         trees = trees_here(plan, held)
         devices = placed(plan, trees, placement, held)
-        if owner is None:
-            given = allocate(plan, trees, devices, held, new=allocator(world, devices))
-        else:
-            given = owners_of(owner, trees)
-        session = open_session(plan, given, devices, held, allocated=owner is None, executor=executor)
         before = plan.session if world is not None else None
-        if before is None or before.digest != plan.digest:
+        if before is not None and before.digest != plan.digest:
+            before = None
+        allocated = owner is None
+        if owner is not None:
+            given = owners_of(owner, trees)
+        elif before is not None and _can_stay(before, held, world):
+            given = {name: one.given for name, one in before.owners.items()}
+            allocated = all(one.private for one in before.owners.values())
+        else:
+            given = allocate(plan, trees, devices, held, new=allocator(world, devices))
+        session = open_session(plan, given, devices, held, allocated=allocated, executor=executor)
+        if world is not None and not allocated:
+            why = "it has not been filled by a complete update since it was registered"
+            session.poison(why, [replica.name for replica in plan.replicas])
+        if before is None:
             return activated(session, plan, world)
         with before.updating():  # so that nothing else is
             session.resume(before)
             registered = activated(session, plan, world)
             before.retire("sf.register")
         return registered
+
+
+def _can_stay(before: Session, held: frozenset[int], world: World | MpiWorld | None) -> bool:
+    """Whether the buffers of an earlier registration can be those of the next one, though nobody gives them again."""
+    if world is None or before.part is None or before.held != held:
+        return False
+    return world.keeps_buffers and before.part.world.keeps_buffers
 
 
 def registering(world: World | MpiWorld | None) -> contextlib.AbstractContextManager[None]:
@@ -157,8 +182,13 @@ def activated(session: Session, plan: Plan, world: World | MpiWorld | None) -> P
     """
     if world is not None:
         session.part = world.part_of(session)
+        with _REGISTERING:
+            for other in [one for one in _SESSIONS if one.shares_memory_with(session)]:
+                other.poison("its buffers were registered again since", other.versions)
     elif plan.source is not None and all(device is not None for device in plan.source.devices):
         session.make_executor({rank: device for rank, device in enumerate(plan.source.devices) if device is not None})
+    with _REGISTERING:
+        _SESSIONS.add(session)
     return dataclasses.replace(plan, session=session)
 
 

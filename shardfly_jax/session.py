@@ -13,7 +13,7 @@ import jax
 
 from shardfly_jax.buffers import check_memory
 from shardfly_jax.executors.choice import Executor, make_executor, why_not_persistent
-from shardfly_jax.executors.memory import Key, Occupied, Shard, wait_for_readers
+from shardfly_jax.executors.memory import Key, Occupied, Shard, overlaps, wait_for_readers
 from shardfly_jax.layout import Tree
 from shardfly_jax.owners import Owner
 from shardfly_jax.pending import Pending
@@ -234,7 +234,7 @@ class Session:
         """Takes up where an earlier registration of the same plan ended.
 
         Numbers of updates go on, and replicas whose buffers here are all where they were stay what they were, poisoned
-        too.
+        too. One that had no update yet was nobody's version, though its owner's buffers may have been read.
         """
         self._begun = max(old._begun, *old.versions.values())
         where = {key: shard.range for key, shard in old.buffers.items()}
@@ -242,7 +242,14 @@ class Session:
             here = {key: shard.range for key, shard in self.buffers.items() if key[2] in replica.ranks}
             if here and all(where.get(key) == at for key, at in here.items()):
                 self._versions[replica.name] = old._versions[replica.name]
-                self._poison[replica.name] = old._poison[replica.name]
+                if old._versions[replica.name] or old._poison[replica.name] is not None:
+                    self._poison[replica.name] = old._poison[replica.name]
+
+    def shares_memory_with(self, other: Session) -> bool:
+        """Whether a buffer of another session overlaps one of this."""
+        mine, theirs = ({shard.range for shard in session.buffers.values()} for session in (self, other))
+        ranges = [*((where, self) for where in mine), *((where, other) for where in theirs)]
+        return any(one is not two for (_, one), (_, two) in overlaps(ranges))
 
     def retire(self, by: str = "sf.rescale") -> None:
         """Lets go of the buffers: another session, made by this call, has taken its place."""

@@ -203,7 +203,9 @@ def bound_sources(params_: Any, plan: Plan) -> Sources:
 
 
 def verify(params_: Any, plan: Plan, *, progress: Callable[[int], None] | None = None) -> int:
-    """Compares every byte of every target shard with what the mapping says it should be.
+    """Compares every byte of every target shard of this process with what the mapping says it should be.
+
+    In a world it works in a process that holds all trainer ranks and some rollout ranks.
 
     Args:
       params_: The params that were synced last.
@@ -215,7 +217,8 @@ def verify(params_: Any, plan: Plan, *, progress: Callable[[int], None] | None =
 
     Raises:
       VerificationError: Names the tensors and ranks that differ, and how many elements.
-      Poisoned, NotRegistered, ParamsMismatch: As for `params` and `sync`.
+      ParamsMismatch: Some trainer ranks live in other processes; and as for `sync`.
+      Poisoned, NotRegistered: As for `params`.
     """
     session = plan.registered()
     session.check_readable()

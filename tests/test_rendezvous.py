@@ -251,6 +251,33 @@ def test_at_the_deadline_the_rank_that_held_up_the_others_is_named() -> None:
     assert {world.last(who)["why"] for who in HELD} == {"rank 1 waited for rank 0"}
 
 
+@pytest.mark.parametrize("first", ["t", "a1"])
+def test_who_waits_for_whom_is_said_of_both_where_two_wait_for_each_other(first: str) -> None:
+    """A receiver that is slow: its sender cannot send, and it waits for what its sender has."""
+    world = World()
+    epoch = world.at_the_deadline()
+    reports = {"t": ("send", 1, "rank 1 did not take 2 chunks"), "a1": ("send", 0, "rank 1 waited for rank 0")}
+    world.say("b", "fail", epoch=epoch, kind="timeout", phase="finish", rank=1, why="rank 3 waited for rank 1")
+    for who in sorted(reports, key=lambda who: who != first):
+        phase, rank, why = reports[who]
+        world.say(who, "fail", epoch=epoch, kind="timeout", phase=phase, rank=rank, why=why)
+    world.pass_time(GRACE_SECS + 0.1)
+    failed = world.last("a2")
+    assert sorted(failed["why"].removesuffix(": they waited for each other").split(", and ")) == [
+        "rank 1 did not take 2 chunks", "rank 1 waited for rank 0",
+    ]  # fmt: skip
+    assert failed["why"].endswith(": they waited for each other")
+
+
+def test_who_says_that_it_is_late_itself_is_named() -> None:
+    world = World()
+    epoch = world.at_the_deadline()
+    world.say("t", "fail", epoch=epoch, kind="timeout", phase="send", rank=1, why="rank 1 did not take 2 chunks")
+    world.say("a1", "fail", epoch=epoch, kind="timeout", phase="finish", rank=1, why="rank 1 has not taken them yet")
+    world.pass_time(GRACE_SECS + 0.1)
+    assert world.last("a2")["why"] == "rank 1 has not taken them yet"
+
+
 def test_reports_in_a_circle_end_too() -> None:
     world = World()
     epoch = world.at_the_deadline()

@@ -25,6 +25,7 @@ from small_world import TOKEN, holds, make_plan, params_of, served
 from threaded_world import Process, Processes, errors, together
 
 import shardfly_jax as sf
+from shardfly_jax.transports import choice
 from shardfly_jax.transports.choice import PROBES, choose
 from shardfly_jax.worlds import connecting
 from shardfly_jax.worlds.wire import Seal
@@ -228,6 +229,19 @@ def test_an_update_that_one_process_breaks_off_ends_for_all_and_is_healed(rendez
         assert errors(members.update(3)) == []
         assert [served(p.plan, [3]) for p in (first, second)] == ["3", "3"]
         assert len(set(trainer.plan.version.values())) == 1
+
+
+def test_a_rollout_that_is_slow_itself_is_named_and_not_the_trainer_that_it_waits_for() -> None:
+    with (
+        sf.connect("tcp://127.0.0.1:0", TOKEN, serve=True, deadline_secs=1) as world,
+        Processes(world, [0, 1], [2, 3, 4, 5]) as (trainer, rollout),
+    ):
+        results = together(
+            lambda: trainer.update(1), lambda: rollout.update(1, progress=lambda nbytes: time.sleep(0.1))
+        )
+        assert errors(results) == ["SyncTimeout", "SyncTimeout"]
+        for error in results:
+            assert re.search(r"rank [2-5] had not yet taken chunks that have come", str(error)), error
 
 
 def test_replicas_are_dropped_by_registering_a_plan_without_them(rendezvous: Any) -> None:
@@ -509,10 +523,34 @@ def test_explain_says_which_transport_is_used_and_why_no_other(rendezvous: Any) 
 
 
 def test_every_transport_says_why_it_is_not_chosen() -> None:
-    name, reasons = choose(jax.devices("cpu"))
+    name, reasons = choose(jax.devices("cpu"), PROBES)
     assert name == "zmq"
     assert set(reasons) == {"ipc", "nvshmem"}
     assert all(reasons.values())
+
+
+def test_processes_that_mpirun_started_and_that_meet_at_a_rendezvous_use_its_transports(
+    monkeypatch: pytest.MonkeyPatch, rendezvous: Any
+) -> None:
+    """Nothing speaks against NVSHMEM and MPI here, but this world is none of theirs."""
+    mine = {"ipc": lambda devices: "it is not there", "zmq": lambda devices: "these are GPUs"}
+    monkeypatch.setattr(choice, "PROBES", dict.fromkeys(PROBES, lambda devices: None) | mine)
+    with pytest.raises(sf.RegistrationError, match=r"no transport reaches .*: ipc: it is not there; zmq: these are"):
+        Process(rendezvous, [2, 3])
+    monkeypatch.setitem(choice.PROBES, "zmq", lambda devices: None)
+    process = Process(rendezvous, [2, 3])
+    with process.world:
+        assert process.plan.registered().part.transport == "zmq"
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs CPU devices, as host memory is written")
+def test_sockets_alone_are_taken_where_they_are_asked_for(rendezvous: Any, driver: Any) -> None:
+    with sf.connect(rendezvous.address, TOKEN, listen="tcp://127.0.0.1:0", transport="auto") as world:
+        plan = sf.register(make_plan(), world=world, ranks=[2, 3])
+        assert plan.registered().part.transport == "ipc"
+    with sf.connect(rendezvous.address, TOKEN, listen="tcp://127.0.0.1:0", transport="zmq") as world:
+        plan = sf.register(make_plan(), world=world, ranks=[2, 3])
+        assert plan.registered().part.transport == "zmq"
 
 
 def test_the_meaning_of_the_small_world_is_that_of_the_library(rng: np.random.Generator) -> None:

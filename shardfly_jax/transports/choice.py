@@ -73,12 +73,13 @@ PROBES: Mapping[str, Callable[[Iterable[jax.Device]], str | None]] = MappingProx
 
 
 def choose(
-    devices: Iterable[jax.Device], known: Mapping[str, str] = MappingProxyType({})
+    devices: Iterable[jax.Device], among: Iterable[str], known: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[str | None, dict[str, str]]:
     """The fastest transport that reaches the devices of this process; None if there is none.
 
     Args:
       devices: Of its ranks.
+      among: Those that its world has, fastest first.
       known: What speaks against some of them, besides.
 
     Returns:
@@ -86,8 +87,8 @@ def choose(
     """
     devices = list(devices)
     reasons: dict[str, str] = {}
-    for name, probe in PROBES.items():
-        reason = probe(devices) or known.get(name)
+    for name in among:
+        reason = PROBES[name](devices) or known.get(name)
         if reason is None:
             return name, reasons
         reasons[name] = reason

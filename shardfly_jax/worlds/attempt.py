@@ -257,6 +257,10 @@ class Run:
         if step is not None and not self._first:
             source, target = step.pair
             count = sum(other.pair == step.pair for other in self._expected.values())
+            if self._incoming is not None and self._incoming.socket.poll(0):  # it is this process that is slow
+                why = f"rank {target} had not yet taken chunks that have come, and lacked {count} of rank {source}"
+                self._fail("timeout", "finish", target, why)
+                return
             kind = "withheld" if _is_found(step) else "timeout"
             phase = "send" if source < self._source_ranks else "finish"
             self._fail(kind, phase, source, f"rank {target} waited for {count} chunks of rank {source}")

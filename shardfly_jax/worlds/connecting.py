@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from shardfly_jax.worlds.world import World
 
 TCP, IPC = "tcp://", "ipc://"
+TRANSPORTS = {"auto": ("ipc", "zmq"), "zmq": ("zmq",)}
+"""Of worlds with a rendezvous, as they are asked for: fastest first."""
 MAX_PORT, MAX_NAME = 65535, 200
 
 
@@ -23,7 +25,7 @@ def connect(
     address: str | None = None,
     token: str | None = None,
     *,
-    transport: str = "zmq",
+    transport: str = "auto",
     serve: bool = False,
     listen: str | None = None,
     name: str | None = None,
@@ -36,9 +38,10 @@ def connect(
       address: Of the rendezvous: `tcp://host:port`, or `ipc://path` on one host.
         Over MPI and NVSHMEM nothing but `deadline_secs` is said: the processes are those that mpirun started.
       token: A secret that all processes of the world share. It never travels; weights are not encrypted.
-      transport: `zmq`: processes come and go, over sockets, and where all ranks are on GPUs of one host they write into
-        each other's memory (ipc); `mpi`: all processes of an MPI job, of which none may be lost, and all of which
-        register, update and rescale together; `nvshmem`: the same, each with a GPU, over NVSHMEM's symmetric heap.
+      transport: `auto`: processes come and go, over sockets, and where all ranks are on GPUs of one host they write
+        into each other's memory (ipc); `zmq`: the same over sockets alone; `mpi`: all processes of an MPI job, of which
+        none may be lost, and all of which register, update and rescale together; `nvshmem`: the same, each with a GPU,
+        over NVSHMEM's symmetric heap.
       serve: The rendezvous runs in this process, which then listens at `address` (port 0 takes a free one, see
         `world.address`; a path at which a living process listens is refused). Exactly one process of a world says so;
         when it ends, the world is lost.
@@ -72,8 +75,8 @@ def connect(
         from shardfly_jax.worlds.mpi import MpiWorld
 
         return MpiWorld(deadline_secs)
-    if transport != "zmq":
-        raise WorldError(f"world: transport is {transport!r}, but one of 'zmq', 'mpi' and 'nvshmem' is needed.")
+    if transport not in list(TRANSPORTS):  # it may be anything
+        raise WorldError(f"world: transport is {transport!r}, but one of 'auto', 'zmq', 'mpi' and 'nvshmem' is needed.")
     if importlib.util.find_spec("zmq") is None:
         raise WorldError("world: pyzmq is not installed. Install it with: pip install 'shardfly-jax[zmq]'.")
     _check_endpoint("address", address, joins=not serve)
@@ -92,6 +95,7 @@ def connect(
     return World(
         address,
         token,
+        transports=TRANSPORTS[transport],
         serve=serve,
         listen=listen,
         name=name or f"{socket.gethostname()}:{os.getpid()}",

@@ -84,10 +84,12 @@ class Link:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_HEADER_NBYTES)
         self._socket.setsockopt(zmq.ROUTING_ID, b"m" + secrets.token_bytes(15))
-        self._sent, self._seen = 0, 0
+        self._sent, self._seen, self._heard = 0, 0, 0.0
         self._outbox: collections.deque[Header] = collections.deque()
         self._inbox: collections.deque[Header] = collections.deque()
         self._nudge = Wake()
+        self._ended = 0  # the last attempt of which it was said that it is over
+        self._ending = threading.Condition()
         self._stopping = False
         try:
             self._connect()
@@ -157,7 +159,8 @@ class Link:
         if self.lost is not None:
             others = " The rendezvous was this process' own, so all others have to do that too." if self._serves else ""
             raise WorldLost(
-                f"world: {self.lost}. Close this world, then sf.connect again and register the plan.{others}"
+                f"world: {self.lost}. Close this world, then sf.connect again and sf.register(plan, world=..., "
+                f"ranks=...), which keeps the plan's buffers.{others}"
             )
 
     def failed(self, epoch: int, secs: float = 0.0) -> Header | None:
@@ -192,6 +195,11 @@ class Link:
                 return header
             poller.poll(int(left * 1000) + 1)
 
+    def wait_for_end(self, epoch: int, secs: float) -> None:
+        """Waits until an attempt is over for all who take part, the link is lost, or the time is up."""
+        with self._ending:
+            self._ending.wait_for(lambda: self._ended >= epoch or self.lost is not None, max(0.0, secs))
+
     def leave(self) -> None:
         """Says *leave* and ends the thread; whoever still waits for a message gets `WorldLost`."""
         if not self._stopping:
@@ -199,8 +207,7 @@ class Link:
             self._stopping = True
             self._nudge.set()
             self._thread.join()
-            self.lost = self.lost or "it was closed in this process"
-            self.wake.set()
+            self._end(self.lost or "it was closed in this process")
 
     def close(self) -> None:
         """Frees what a link that was left holds; nobody may wait any more."""
@@ -213,7 +220,7 @@ class Link:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._nudge.fileno(), zmq.POLLIN)
-        heard = beat = turn = time.monotonic()
+        self._heard = beat = turn = time.monotonic()
         while self.lost is None:
             poller.poll(max(1, int((beat - time.monotonic()) * 1000)))
             self._nudge.clear()
@@ -223,23 +230,28 @@ class Link:
             if stopping:
                 break
             while self._socket.poll(0):
-                heard = time.monotonic()
                 self._receive(self._socket.recv_multipart())
             now = time.monotonic()
             if now - turn > self.lost_secs / 2:  # it was stopped: the silence was its own, and what was said comes yet
-                heard = now
+                self._heard = now
             turn = now
             if now >= beat:
                 self._send({"op": "beat", "session": self.session})
                 beat = now + self.lost_secs / BEATS_PER_LOSS
-            if now - heard > self.lost_secs:
+            if now - self._heard > self.lost_secs:
                 whose = "its own rendezvous" if self._serves else "the rendezvous"
                 self._lose(f"nothing was heard of {whose} at {self.address} for {self.lost_secs:g} s")
         self._socket.close(1000 if self._stopping else 0)  # ms, for *leave* to get out
 
     def _lose(self, why: str) -> None:
         log.warning("world lost: %s", why)
-        self.lost = why
+        self._end(why)
+
+    def _end(self, why: str) -> None:
+        """Nothing is said or heard any more; whoever waits wakes up."""
+        with self._ending:
+            self.lost = why
+            self._ending.notify_all()
         self.wake.set()
 
     def _send(self, header: Header) -> None:
@@ -252,6 +264,10 @@ class Link:
         except Refused as refused:
             log.warning("the rendezvous sent %s; ignored", refused)
             return
+        if header["session"] != self.session:  # its numbers are others', so that they say nothing
+            self._lose(f"another rendezvous answers at {self.address}: the one of this world has ended")
+            return
+        self._heard = time.monotonic()
         if header["seq"] <= self._seen:
             log.warning("%r came twice; ignored", header["op"])
             return
@@ -261,5 +277,9 @@ class Link:
         elif header["op"] == "news":
             self.news = header
         elif header["op"] != "beat":
+            if header["op"] in ("done", "failed"):
+                with self._ending:
+                    self._ended = max(self._ended, header["epoch"])  # 0 is of no attempt
+                    self._ending.notify_all()
             self._inbox.append(header)
             self.wake.set()

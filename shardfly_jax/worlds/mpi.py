@@ -57,7 +57,10 @@ class MpiWorld:
 
     Attributes:
       process, processes: Number of this one, and how many there are.
+      keeps_buffers: See `World`; here all processes allocate together.
     """
+
+    keeps_buffers = False
 
     def __init__(self, deadline_secs: float):
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:

@@ -73,6 +73,9 @@ class Part:
         self.sends = min(self.held) < plan.source_ranks
         self.own = frozenset(replica.name for replica in plan.replicas if self.held & set(replica.ranks))
         self._entry = 0
+        self._through: tuple[int, float] | None = (
+            None  # the last attempt that ended well here, and when it must be over
+        )
         self._open()
         try:
             world.hold(self)
@@ -110,9 +113,18 @@ class Part:
         if self._receives and world.listen is not None:
             self._incoming = Incoming(world.context, world.listen, world.seal, self._steps.chunk_nbytes)
 
+    def settle(self) -> None:
+        """Waits until the attempt that this process is through with is over for the others too.
+
+        Until then what it forwarded may be on its way, and its leaving would be a loss to them.
+        """
+        if self._through is not None:
+            epoch, until = self._through
+            self.world.link.wait_for_end(epoch, until - time.monotonic())
+
     def close(self) -> None:
         """The plan cannot be updated any more. An update that is pending ends first."""
-        close_all(self.session.end_pending, self._close)
+        close_all(self.settle, self.session.end_pending, self._close)
 
     def _close(self) -> None:
         close_all(self._outgoing.reset, *([self._incoming.close] if self._incoming is not None else ()))
@@ -239,8 +251,9 @@ class Part:
         progress: Callable[[int], None] | None,
         stream: Any,
     ) -> None:
-        session = self.session
+        session, link = self.session, self.world.link
         begin = self._enter(wait_secs)
+        until = time.monotonic() + link.deadline_secs + 2 * (GRACE_SECS + link.lost_secs)
         run = self._run_of(begin, sources, progress if self.own else None)
         if self.own:
             try:
@@ -253,6 +266,7 @@ class Part:
         session.begin(begin["number"], self.own)
         try:
             run.run()
+            self._through = begin["epoch"], until
         except BaseException as error:
             session.poison(f"an update failed half way: {type(error).__name__}: {error}", self.own)
             raise

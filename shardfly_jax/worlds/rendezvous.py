@@ -101,13 +101,22 @@ class Rendezvous:
         return self._taken()
 
     def _time_out(self, attempt: Attempt) -> None:
-        """Ends an attempt at its deadline, naming who held it up: others may have waited for who waited for them."""
+        """Ends an attempt at its deadline, naming who held it up: others may have waited for who waited for them.
+
+        Some may have waited for each other, and some say of themselves that they are late.
+        """
         culprit = None
-        seen: set[bytes] = set()
+        seen: dict[bytes, str] = {}
         who = next(iter(attempt.reports), None)
-        while who in attempt.reports and who not in seen:
-            seen.add(who)
+        while who in attempt.reports:
+            if who in seen:
+                whys = list(seen.values())[list(seen).index(who) :]
+                assert culprit is not None
+                if len(whys) > 1:  # else it says so of itself
+                    culprit = (*culprit[:2], f"{', and '.join(whys)}: they waited for each other")
+                break
             culprit = attempt.reports[who]
+            seen[who] = culprit[2]
             if who in attempt.sure:  # that rank may wait in turn, for what it would be told once it had sent
                 break
             who = next((w for w, r in attempt.registrations.items() if culprit[1] in r.held), b"")

@@ -95,7 +95,8 @@ class Serving:
         except Refused as refused:
             self._complaints.add(refused)
             if refused.is_foreign and who not in self._seen:
-                self._post(who, {"op": "refused", "seq": 0, "why": "token"})
+                refusal = {"op": "refused", "session": self._rendezvous.session, "seq": 0, "why": "token"}
+                self._post(who, refusal)
             return
         if header["seq"] <= self._seen.get(who, 0):
             log.warning("%r came twice; ignored", header["op"])

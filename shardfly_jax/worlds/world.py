@@ -30,22 +30,27 @@ class World:
 
     Attributes:
       address: Of the rendezvous, with its port.
+      transports: That it has, fastest first.
       listen: Where this process takes payload; None if nowhere.
       link: To the rendezvous.
+      keeps_buffers: Whether a plan that is registered anew keeps its buffers where none are given.
     """
+
+    keeps_buffers = True
 
     def __init__(
         self,
         address: str,
         token: str,
         *,
+        transports: tuple[str, ...],
         serve: bool,
         listen: str | None,
         name: str,
         deadline_secs: float,
         lost_secs: float,
     ):
-        self.listen, self.seal = listen, Seal(token)
+        self.transports, self.listen, self.seal = transports, listen, Seal(token)
         self.context: zmq.Context[Any] = zmq.Context()
         self._serving: Serving | None = None
         self._part: Part | None = None
@@ -83,7 +88,7 @@ class World:
         shares = not filled or (has_heap and all(self.heap.holds(shard.array) for shard in filled))
         known = {} if shares else {"ipc": "the buffers are an owner's; let sf.register(plan, world=...) allocate them"}
         transport, passed_over = choose(
-            [*trainer_devices(session).values(), *(shard.device for shard in buffers)], known
+            [*trainer_devices(session).values(), *(shard.device for shard in buffers)], self.transports, known
         )
         if transport is None:
             against = "; ".join(f"{name}: {reason}" for name, reason in passed_over.items())
@@ -152,6 +157,8 @@ class World:
     def close(self) -> None:
         """Leaves the world, and gives back all that this process has of it, whatever of that fails.
 
+        An update that this process is through with is first waited for, until it is over for the others too.
+
         Where the rendezvous is served from here, the world is lost for all.
 
         Raises:
@@ -163,8 +170,9 @@ class World:
         part, self._part = self._part, None
         kept = [one.close for one in (part, self._exports) if one is not None]
         last = [self._serving.close] if self._serving is not None else []
-        # the link is left first, so that an update that is under way ends
-        close_all(self.link.leave, *kept, self.link.close, *last, self.context.term)
+        settle = [part.settle] if part is not None else []
+        # the link is left before the part ends, so that an update that is under way ends too
+        close_all(*settle, self.link.leave, *kept, self.link.close, *last, self.context.term)
 
     def __enter__(self) -> World:
         return self
