@@ -13,6 +13,7 @@ from random_problems import Case, cases, expected_buffers, source_buffers
 import shardfly_jax as sf
 from shardfly_jax.sharding import optable, records as r
 from shardfly_jax.sharding.formats import Conversion, conversion, itemsize, np_dtype
+from shardfly_jax.sharding.language import Expr
 from shardfly_jax.sharding.layouts import Layout
 from shardfly_jax.sharding.moves import Key
 from shardfly_jax.sharding.optable import Flag, Inbox, OpTable, OpTables, Phase
@@ -228,3 +229,23 @@ def test_rows_that_records_join_to_what_the_kernel_cannot_count_are_a_reason_aga
     mapping = sf.Mapping({"t": sf.src("w").quantize(sf.formats.Fp8Channel()), "s": sf.scale_of("t")})
     plan = sf.make_plan({"w": whole(shape, "bfloat16")}, targets, mapping)
     assert "has a dimension of 4,294,967,296 elements" in str(optable.why_unsupported(plan))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "expr", "target", "kind"),
+    [
+        ((64, 4100), "bfloat16", sf.src("w").rearrange("a b -> b a"), (4100, 64), r.ELEMENTS),
+        ((64, 4104), "bfloat16", sf.src("w").rearrange("a b -> b a"), (4104, 64), r.TRANSPOSE),
+        ((4100, 64), "float32", sf.src("w").rearrange("a b -> b a"), (64, 4100), r.ELEMENTS),
+        ((16, 4096), "bfloat16", sf.src("w")[3:, 5:], (13, 4091), r.ELEMENTS),
+        ((4096, 1001), "bfloat16", sf.src("w"), (4096, 1001), r.ROWS),
+    ],
+)
+def test_what_the_docs_say_takes_single_elements_does(
+    shape: tuple[int, int], dtype: str, expr: Expr, target: tuple[int, int], kind: int
+) -> None:
+    """`docs/design/persistent-kernel.md`."""
+    mapping = sf.Mapping({"t": expr})
+    plan = sf.make_plan({"w": whole(shape, dtype)}, {"t": whole(target, "bfloat16")}, mapping, allow_cast=("*",))
+    tables = optable.make_tables(plan, {0: 0, 1: 0}, lambda key: key).tables
+    assert {int(found) for table in tables.values() for found in table.words[:, r.KIND]} == {kind}
