@@ -155,7 +155,7 @@ def _encoded(format: Format, x: jax.Array, amax: jax.Array, packed: int, spread:
     """Codes; what is divided is divided once for each number in `amax`."""
 
     def of_each(number: jax.Array) -> jax.Array:
-        # behind the barrier, so that XLA does not divide again for every element
+        # behind a barrier, so that XLA does not make a division of each element of a product with a quotient
         number = lax.optimization_barrier(number)
         return jnp.broadcast_to(number, x.shape) if spread is None else spread(number)
 
