@@ -1,4 +1,4 @@
-"""Raw device addresses in Mosaic GPU kernels: the only place with PTX.
+"""Raw device addresses in Mosaic GPU kernels: all PTX instructions with effects, and the way for those without.
 
 Global addresses are 64-bit `Int`s, shared-memory addresses 32-bit ones. One warpgroup of `THREADS` threads runs the
 code. Ordering: a release orders what its thread did, and what it knows of others by a barrier, before it; bulk copies

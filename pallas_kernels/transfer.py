@@ -78,6 +78,8 @@ WORKERS = 3
 worker per block it took up to 229 for kernels that quantize, and only two blocks shared a multiprocessor."""
 ROOM_OF_ONE = 116 << 10
 """Bytes of shared memory of a block of which only one fits on a multiprocessor."""
+OWN_NBYTES = (r.TILE_NBYTES, 8, 16)
+"""Bytes of shared memory of each worker: a tile, an mbarrier, four words."""
 CLAIM = 2
 """Tiles per claim."""
 POLL_NS = 100
@@ -102,7 +104,6 @@ def make_kernel(
       take the place of the first ones of the launch. It changes the state in place and returns its report, int32 [2]:
       the error, and the record plus one that met values that are not finite; both 0 if all went well.
     """
-    sizes = (r.TILE_NBYTES, 8, 16)  # of each worker
     room = ROOM_OF_ONE - workers * r.TILE_NBYTES if workers > 1 else 0
 
     def body(table, launch, state, *rest):  # type: ignore[no-untyped-def]
@@ -113,8 +114,7 @@ def make_kernel(
         @plgpu.inline_mgpu(arg_types=tuple(plgpu.RefType() for _ in refs))
         def run(_, *memrefs):  # type: ignore[no-untyped-def]
             table_at, launch_at, state_at, out_at = map(m.address, memrefs[:4])
-            own = [m.shared_address(ref) + m.warpgroup() * size for ref, size in zip(memrefs[4:7], sizes, strict=True)]
-            addresses = (table_at, launch_at + 4 * at, state_at, out_at, *own, m.shared_address(memrefs[7]))
+            addresses = (table_at, launch_at + 4 * at, state_at, out_at, *map(m.shared_address, memrefs[4:8]))
             operand_addresses = [m.address(ref) for ref in memrefs[8:]]
             Worker(conversions, blocks * workers, flags, *addresses, buffers=buffers).run(operand_addresses)
 
@@ -129,7 +129,7 @@ def make_kernel(
         thread_name="worker",
         scratch_types=[
             plgpu.SMEM((nbytes // 4,), jnp.int32)
-            for nbytes in (*(workers * size for size in sizes), max(8 * buffers, 8), max(room, 4))
+            for nbytes in (*(workers * size for size in OWN_NBYTES), max(8 * buffers, 8), max(room, 4))
         ],
     )
 
@@ -141,8 +141,8 @@ class Worker:
       conversions, flags: As for `make_kernel`.
       workers: Of the launch.
       table, launch, state, out: Global addresses.
-      tile, barrier, shared, addresses: Shared-memory addresses: of a tile, an mbarrier, four words (the batch, the
-        error of a wait, and when this worker started), and `buffers` addresses.
+      tile, barrier, shared, addresses: Shared-memory addresses, of the block: of each worker's tile, mbarrier, and four
+        words (the batch, the error of a wait, and when this worker started); and of `buffers` addresses.
       buffers: As for `make_kernel`.
     """
 
@@ -163,7 +163,9 @@ class Worker:
     ):
         self.conversions, self.workers = conversions, workers
         self.table, self.launch, self.state, self.out = table, launch, state, out
-        self.tile, self.barrier, self.shared, self.addresses = tile, barrier, shared, addresses
+        own = zip((tile, barrier, shared), OWN_NBYTES, strict=True)
+        self.tile, self.barrier, self.shared = (first + m.warpgroup() * size for first, size in own)
+        self.addresses = addresses
         self.buffers = buffers
         self.thread = m.thread()
         self.leads = self.thread == 0

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+import time
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from shardfly_jax.executors.memory import Key, Sources, hold, memory_of
 from shardfly_jax.layout import Place, box_of, leaf_places, leaves_like, leaves_of, read_tree
@@ -15,7 +18,7 @@ from shardfly_jax.session import Session
 from shardfly_jax.sharding.errors import ParamsMismatch, PlanError
 from shardfly_jax.sharding.families import Family
 from shardfly_jax.sharding.formats import dtype_name, itemsize
-from shardfly_jax.sharding.layouts import Layout
+from shardfly_jax.sharding.layouts import Box, Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,24 +89,38 @@ def ready_shards(leaves: list[Any], binding: Binding, *, keep: bool = False) -> 
         arrays = shards_of(leaves, binding)
         jax.block_until_ready(arrays.arrays)
         return arrays, hold(arrays.arrays) if keep else []
-    except (RuntimeError, ValueError):  # what JAX raises for a deleted array, and for one whose computation failed
-        if faults := [want.label + _GONE for k, want in binding.expected.items() if leaves[k].is_deleted()]:
-            raise _mismatch(faults) from None
+    except (RuntimeError, ValueError) as error:  # JAX's for a deleted array, and for one whose computation failed
+        found = _deleted(leaves, binding)
+        if _DELETED.search(str(error)):  # while a donation is half done, buffers are gone, but no array says so
+            limit = time.monotonic() + DONATION_SECS
+            while not found and time.monotonic() < limit:
+                time.sleep(1e-3)
+                found = _deleted(leaves, binding)
+            raise _mismatch([label + _GONE for label in found or ["an array"]]) from None
+        if found:
+            raise _mismatch([label + _GONE for label in found]) from None
         raise
 
 
+DONATION_SECS = 1.0
+"""How long a donation that has begun may take until its arrays say that they are deleted."""
+_DELETED = re.compile("deleted|donated")
 _GONE = (
     " was deleted or donated. Pass the params that the train step returned, and donate none that an update reads "
     "before it is done"
 )
 
 
+def _deleted(leaves: list[Any], binding: Binding) -> list[str]:
+    """Labels of the leaves that were deleted or donated."""
+    return [want.label for k, want in binding.expected.items() if leaves[k].is_deleted()]
+
+
 def check_not_donated(leaves: list[Any], binding: Binding) -> None:
     """Raises:
     ParamsMismatch: A source was donated since it was bound.
     """
-    gone = [want.label for k, want in binding.expected.items() if leaves[k].is_deleted()]
-    if gone:
+    if gone := _deleted(leaves, binding):
         raise ParamsMismatch(
             f"params: {gone[0]} and {len(gone) - 1} more were deleted or donated before the update was done. Do not "
             "donate params that an update reads: ask for the result of its handle first."
@@ -124,6 +141,11 @@ def bind(params_: Any, session: Session, *, read_next: bool = False) -> tuple[li
     if session.binding is not None and (leaves := _unchanged(params_, session.binding, read_next)) is not None:
         return leaves, session.binding
     leaves, structure = leaves_of(params_)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        raise ParamsMismatch(
+            "params: they are traced, as inside jax.jit, but an update needs arrays. Call it outside, or end the "
+            "jitted step with sf.send(params, sender), as README shows under 'Inside a jitted step'."
+        )
     if session.binding is None or session.binding.structure != structure:
         session.binding = _resolve(params_, session)
     faults = []
@@ -166,7 +188,11 @@ def _unchanged(params_: Any, binding: Binding, deleted_too: bool) -> list[Any] |
 
 
 def _named(sharding: jax.sharding.Sharding) -> str:
-    return f"{sharding} on the devices {sorted(map(str, sharding.device_set))}"
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        devices = [str(device) for device in sharding.mesh.devices.flat]  # whose order counts
+    else:
+        devices = sorted(map(str, sharding.device_set))
+    return f"{sharding} on the devices {devices}"
 
 
 def _mismatch(faults: list[str]) -> ParamsMismatch:
@@ -196,6 +222,13 @@ def _resolve(params_: Any, session: Session) -> Binding:
     }
     if missing := [name for name in needed if name in here and name not in have]:
         raise _mismatch([f"{name!r} is missing" for name in missing])
+    gone = [
+        _label(name, rank) + _GONE
+        for (name, rank), leaf in zip(places, leaves, strict=True)
+        if name in here and isinstance(leaf, jax.Array) and leaf.is_deleted()
+    ]
+    if gone:  # which device it was on, it no longer says
+        raise _mismatch(gone)
     ranks = _rank_devices(params_, session, places, leaves)
     expected: dict[int, Expected] = {}
     faults: list[str] = []
@@ -215,8 +248,7 @@ def _resolve(params_: Any, session: Session) -> Binding:
                 keys += [((index, tensor, r), ranks[r]) for r in layout.ranks if r in held]
             else:
                 keys.append(((index, tensor, rank), next(iter(leaf.devices()))))
-        label = repr(name) if rank is None else f"{name!r} of rank {rank}"
-        expected[number] = Expected(name, label, leaf.shape, leaf.dtype, leaf.sharding, tuple(keys))
+        expected[number] = Expected(name, _label(name, rank), leaf.shape, leaf.dtype, leaf.sharding, tuple(keys))
     given = {key for want in expected.values() for key, _ in want.keys}
     if not faults:
         for name, members in needed.items():
@@ -243,6 +275,10 @@ def _resolve(params_: Any, session: Session) -> Binding:
         ranges=_ranges(expected, families, at),
         seen=[],
     )
+
+
+def _label(name: str, rank: int | None) -> str:
+    return repr(name) if rank is None else f"{name!r} of rank {rank}"
 
 
 def _ranges(
@@ -308,9 +344,19 @@ def _fault(
     index = leaf.sharding.devices_indices_map(leaf.shape)
     for r in held.intersection(layout.ranks):
         device = ranks.get(r)
-        if device not in index or box_of(leaf.shape, index[device]) != layout.box(r):
+        if device not in index:
             return f"has sharding {_named(leaf.sharding)}, but its planned shard of rank {r} is on {device}"
+        have, planned = box_of(leaf.shape, index[device]), layout.box(r)
+        if have != planned:
+            return (
+                f"has sharding {_named(leaf.sharding)}, so {_box_text(have)} on {device}, but the planned shard of "
+                f"rank {r} there is {_box_text(planned)}. Give it in the planned sharding, or as {{rank: array}}"
+            )
     return None
+
+
+def _box_text(box: Box) -> str:
+    return f"[{', '.join(f'{lo}:{hi}' for lo, hi in box)}]"
 
 
 def check_addresses(session: Session, binding: Binding, arrays: Sources) -> None:

@@ -37,7 +37,8 @@ def why_not_persistent(plan: Plan) -> tuple[str, ...]:
     """
     session = plan.registered()
     source = plan.source.devices if plan.source is not None else ()
-    return reasons_against(session.plan, session.buffers, [device for device in source if device is not None])
+    reasons = reasons_against(session.plan, session.buffers, [device for device in source if device is not None])
+    return ("it is registered with executor='portable'", *reasons) if session.choice == "portable" else reasons
 
 
 def register(

@@ -17,11 +17,12 @@ from rich.text import Text
 
 from shardfly_jax.contiguity import RUN_CLASSES, runs
 from shardfly_jax.sharding.families import Family
+from shardfly_jax.sharding.language import Scales
 from shardfly_jax.sharding.mapping import matches
 from shardfly_jax.sharding.plan import Plan
 from shardfly_jax.sharding.simulate import simulate
 from shardfly_jax.sharding.topology import Topology
-from shardfly_jax.sharding.walks import quantized
+from shardfly_jax.sharding.walks import nodes, quantized
 from shardfly_jax.wording import COPY, bytes_text, in_words, ranks_text, share_text, some, type_text
 
 WIDTH = 110
@@ -54,6 +55,7 @@ def explain(plan: Plan, topology: Topology | None, assumed: bool = False) -> str
         "Targets",
         _families(plan),
         Text("boxes: distinct boxes / ranks that hold one; written: payload, copies within a rank and fills"),
+        *_without_scales(plan),
         "Conversions",
         _conversions(plan),
         "Who sends what to whom",
@@ -254,6 +256,25 @@ def _families(plan: Plan) -> Table:
         sums = (bytes_text(written[rest].sum()), bytes_text(payload[rest].sum()), f"{moves[rest].sum():,}")
         out.add_row(f"{len(rest)} smaller patterns", "", "", "", *sums)
     return out
+
+
+def _without_scales(plan: Plan) -> list[Text]:
+    """The codes whose scales no target of their tree gets; nothing where there are none."""
+    families = [plan.families[k] for k in plan.target_families]
+    scaled = {
+        (family.tree, node.value, node.format, node.segments)
+        for family in families
+        for node in (nodes(family.expr) if family.expr is not None else ())
+        if isinstance(node, Scales)
+    }
+    bare = [
+        family.pattern
+        for family in families
+        if family.expr is not None
+        and (codes := quantized(family.expr)) is not None
+        and (family.tree, codes.value, codes.format, codes.segments) not in scaled
+    ]
+    return [Text(f"codes without a target for their scales (sf.scale_of): {some(bare, 3)}")] if bare else []
 
 
 def _meaning(family: Family) -> str:

@@ -6,6 +6,7 @@ would write: transposes, reshapes, repeats, and concatenation of the parts' cuts
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from shardfly_jax.layout import leaf_names
 from shardfly_jax.planning import Plan
 from shardfly_jax.sharding import language as lang
 from shardfly_jax.sharding.formats import Amax, Encode, ToScale, conversion, number
-from shardfly_jax.sharding.grids import Segments, block_indices
+from shardfly_jax.sharding.grids import Segments
 from shardfly_jax.sharding.language import Expr, axis_sizes, split_pattern
 from shardfly_jax.sharding.patterns import FAMILY, name_pattern
 from shardfly_jax.sharding.quantization import Format
@@ -83,10 +84,10 @@ def _build(expr: Expr, source: Callable[[str, int], jax.Array], i: int, cuts: in
     match expr:
         case lang.Quantize(_, format, segments):
             amax = _block_maxima(format, x, segments)
-            for axis, index in enumerate(block_indices(format, x.shape, segments)):
-                amax = jnp.take(amax, jnp.array(index), axis)
+            spread = functools.partial(_of_each, format, x.shape, segments)
             encode = conversion(x.dtype.name, (Encode(format),), format.stored)
-            return lax.bitcast_convert_type(convert.apply(encode, x, amax=amax), jnp.dtype(format.stored))
+            codes = convert.apply(encode, x, amax=amax, spread=spread)
+            return lax.bitcast_convert_type(codes, jnp.dtype(format.stored))
         case lang.Scales(_, format, segments):
             to_scale = conversion("uint32", (ToScale(format),), format.scale_dtype)
             bits = convert.apply(to_scale, _block_maxima(format, x, segments))
@@ -133,6 +134,21 @@ def _block_maxima(format: Format, x: jax.Array, segments: Sequence[Segments]) ->
         padded = jnp.pad(amax, [(0, -n % size if a == at else 0) for a in range(x.ndim)])
         amax = padded.reshape(*padded.shape[:at], -1, size, *padded.shape[at + 1 :]).max(at + 1)
     return amax
+
+
+def _of_each(format: Format, shape: Sequence[int], segments: Sequence[Segments], number: jax.Array) -> jax.Array:
+    """From one number per block, as `_block_maxima` gives them, to that of each element's block."""
+    for axis, block, cut in zip((-2, -1), format.block, segments, strict=True):
+        if cut:
+            parts = []
+            for lo, hi, k in cut:
+                part = lax.slice_in_dim(number, k, k + 1, axis=axis)
+                parts.append(jnp.repeat(part, hi - lo, axis))
+            number = jnp.concatenate(parts, axis)
+            continue
+        number = jnp.repeat(number, shape[axis] if block is None else block, axis)
+        number = lax.slice_in_dim(number, 0, shape[axis], axis=axis)
+    return number
 
 
 def _fused(parts: list[jax.Array], axis: int, cuts: int) -> jax.Array:

@@ -3,7 +3,9 @@
 A *conversion* is what happens to the elements of a move between being read and being written: a chain of steps over
 plain dtypes. Each step has one meaning, written here in NumPy, which every executor must match bit for bit:
 
-* `Cast`: round to nearest even; NaN becomes the quiet NaN of its sign.
+* `Cast`: round to nearest even.
+* NaN that is cast or computed with is NaN for every executor, but of a sign and payload that the hardware chooses:
+  there, and only there, executors may differ in bits.
 * `MulAdd`, `Divide`: computed in float32, each operation rounded by itself (never fused), float32 subnormals of inputs
   and results taken as signed zero (XLA flushes them on CPU), the result rounded back to the dtype it came from.
 * `Fill`: a constant; what follows in the chain applies to it as to data.

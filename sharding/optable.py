@@ -280,7 +280,7 @@ CODES = ("float8_e4m3fn", "int8", "float4_e2m1fn")
 
 
 def why_unsupported(plan: Plan) -> str | None:
-    """Why the kernel cannot do some conversion of a plan; None if it can do all."""
+    """Why the kernel cannot do some conversion or move of a plan; None if it can do all."""
     for conversion in plan.conversions:
         values, target = conversion.steps, conversion.target
         for at, step in enumerate(conversion.steps):
@@ -294,4 +294,28 @@ def why_unsupported(plan: Plan) -> str | None:
             plain = conversion.source in (*FLOATS, "uint32")
         if not plain and not {conversion.source, target} <= set(FLOATS):
             return f"conversion {conversion.describe()} is not between float32, bfloat16 and float16"
+    return _too_long(plan)
+
+
+EXTENT_LIMIT = 1 << 31
+"""Extents of records are smaller: the kernel counts in 32 bits, here and there with a sign."""
+
+
+def _too_long(plan: Plan) -> str | None:
+    """The first tensor that makes an extent which the kernel cannot count; None if there is none."""
+    templates = _Templates(plan)
+    # records that quantize may join two dimensions, others none
+    largest = np.sort(plan.moves.extents, axis=1)[:, -2:].prod(axis=1)
+    for row in np.nonzero(largest >= EXTENT_LIMIT)[0].tolist():
+        move = plan.moves[row]
+        extent = int(largest[row])
+        if not quantizes(plan.conversions[move.convert]):
+            found = (record for k in range(move.count) for record in templates.records(move, k))
+            extent = max(int(record[r.EXTENT : r.EXTENT + r.DIMS].max()) for record in found)
+        if extent >= EXTENT_LIMIT:
+            name = plan.families[move.target_family].name(move.target_tensor)
+            return (
+                f"a move to {name!r} of rank {move.target_rank} has a dimension of {extent:,} elements, but the kernel "
+                f"counts to {EXTENT_LIMIT - 1:,}"
+            )
     return None

@@ -14,7 +14,7 @@ from shardfly_jax.executors.launches import Attempt, Outcome, Work, set_attempt
 from shardfly_jax.executors.phases import Phases
 from shardfly_jax.pallas_kernels import launch_words as lw, transfer
 from shardfly_jax.pallas_kernels.emit import Int
-from shardfly_jax.sharding import optable, records as r
+from shardfly_jax.sharding import optable
 from shardfly_jax.sharding.formats import Conversion
 from shardfly_jax.sharding.moves import Key
 from shardfly_jax.sharding.optable import Inbox, OpTables
@@ -23,16 +23,17 @@ SESSION = 0x89ABCDEF
 
 
 def compile_transfer(
-    conversions: tuple[Conversion, ...], workers: int, flags: int, operands: int = 0, buffers: int = 0
+    conversions: tuple[Conversion, ...], blocks: int, flags: int, workers: int, operands: int = 0, buffers: int = 0
 ) -> Program:
-    """The kernel's code; arguments as those of `transfer.make_kernel`."""
+    """The kernel's code; arguments as those of `transfer.make_kernel`, and how many operands there are."""
 
     def emit(*values: object) -> None:
         at = list(map(Int, values))
         fixed, given, shared = at[:4], at[4 : 4 + operands], at[4 + operands :]
-        transfer.Worker(conversions, workers, flags, *fixed, *shared, buffers=buffers).run(given)
+        transfer.Worker(conversions, blocks * workers, flags, *fixed, *shared, buffers=buffers).run(given)
 
-    scratch = {"tile": r.TILE_NBYTES, "barrier": 8, "shared": 16, "addresses": max(8 * buffers, 8)}
+    own = zip(("tile", "barrier", "shared"), transfer.OWN_NBYTES, strict=True)
+    scratch = {name: workers * nbytes for name, nbytes in own} | {"addresses": max(8 * buffers, 8)}
     return compile_kernel(emit, 4 + operands, scratch)
 
 
@@ -46,13 +47,20 @@ class Job:
       case: The problem.
       devices: How many; ranks take them in turn.
       blocks: Of each launch.
+      workers: Of each block of a launch that moves tiles; by default as many as on a GPU.
       change: Breaks the tables.
     """
 
     def __init__(
-        self, case: Case, *, devices: int = 1, blocks: int = 3, change: Callable[[OpTables], OpTables] = lambda t: t
+        self,
+        case: Case,
+        *,
+        devices: int = 1,
+        blocks: int = 1,
+        workers: int = transfer.WORKERS,
+        change: Callable[[OpTables], OpTables] = lambda t: t,
     ):
-        self.case, self.plan, self.blocks = case, case.plan(), blocks
+        self.case, self.plan, self.blocks, self.workers = case, case.plan(), blocks, workers
         place = {rank: rank % devices for rank in range(self.plan.ranks)}
         self.tables = change(optable.make_tables(self.plan, place, lambda key: key))
         self.want, sources = expected_buffers(case, self.plan), source_buffers(case, self.plan)
@@ -112,13 +120,15 @@ class Job:
             numbers, words, _ = work.numbers(operands, len(operands))
             blocks = 1 if name == "ready" else self.blocks
             room = (len(numbers) - lw.launch_size(work.flags, 0)[2]) // 2 if operands else 0
-            program = compile_(work.conversions, blocks, work.flags, len(operands), room)
+            workers = min(self.workers, work.workers)
+            program = compile_(work.conversions, blocks, work.flags, workers, len(operands), room)
             launch = Allocation("launch", numbers.nbytes, read_only=True)
             state = Allocation("state", np.zeros(lw.STATE, np.int32))
             out = Allocation("out", 4 * lw.REPORT_SIZE)
             table = Allocation("table", words, read_only=True)
             given = [self.sources[key] for key in operands]
-            launches.append(Launch(program=program, operands=(table, launch, state, out, *given), blocks=blocks))
+            fixed = (table, launch, state, out)
+            launches.append(Launch(program=program, operands=(*fixed, *given), blocks=blocks, warpgroups=workers))
             filled.append((work, operands, launch, state, out))
         machine = Machine(launches, [*self.sources.values(), *self.targets.values(), *self.inboxes], seed)
         again = {(device, name): work for name in names for device, work in getattr(self.phases(), name)().items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -126,6 +127,42 @@ def test_deleted_or_donated_params_are_refused(scene: Scene) -> None:
     with scene.refuses(sf.ParamsMismatch, "'a' was deleted or donated", "'b' was deleted", "train step returned"):
         sf.sync(params, scene.plan)
     scene.check_next_update()
+
+
+def test_an_update_inside_jit_is_refused_with_what_to_call_instead(scene: Scene) -> None:
+    with scene.refuses(sf.ParamsMismatch, "traced", "sf.send(params, sender)", "Inside a jitted step"):
+        jax.jit(lambda params: sf.sync(params, scene.plan))(scene.params)
+    fresh_plan = sf.register(sf.make_plan(scene.params, scene.owner), scene.owner)
+    with pytest.raises(sf.ParamsMismatch, match="traced"):
+        jax.jit(lambda params: sf.sync(params, fresh_plan))(scene.params)
+
+
+def test_a_mesh_whose_devices_are_in_another_order_is_told_apart_from_the_planned_one(scene: Scene) -> None:
+    with pytest.raises(sf.ParamsMismatch) as caught:
+        sf.sync(scene.params | {"a": scene.elsewhere([3, 2, 1, 0])}, scene.plan)
+    have, planned = str(caught.value).split("has sharding ")[1].split(", but the plan has ")
+    assert have.strip(" .") != planned.strip(" .")
+    assert [f"{d}" for d in jax.devices()[3::-1]] == re.findall(r"'([^']*)'", have.split("on the devices")[1])
+
+
+def by_rank() -> tuple[sf.Plan, dict[int, jax.Array]]:
+    """A plan whose trainer gives each rank's rows by themselves, and such rows on two devices."""
+    layout = sf.Layout((8, 4), "float32", {0: [(0, 4), (0, 4)], 1: [(4, 8), (0, 4)]})
+    plan = sf.register(sf.make_plan({"a": layout}, {"a": like((8, 4), "float32", mesh((2,), "y", [4, 5]))}))
+    return plan, {rank: jax.device_put(jnp.ones((4, 4)), jax.devices()[rank]) for rank in range(2)}
+
+
+def test_one_array_in_place_of_rank_shards_is_refused_with_what_it_holds_and_what_is_needed() -> None:
+    plan, _ = by_rank()
+    with pytest.raises(sf.ParamsMismatch, match=r"so \[0:8, 0:4\] on .*rank 0 there is \[0:4, 0:4\].*\{rank: array\}"):
+        sf.sync({"a": jax.device_put(jnp.ones((8, 4)), jax.devices()[0])}, plan)
+
+
+def test_a_rank_shard_that_was_deleted_before_the_first_update_is_refused_by_name() -> None:
+    plan, shards = by_rank()
+    shards[1].delete()
+    with pytest.raises(sf.ParamsMismatch, match="'a' of rank 1 was deleted or donated"):
+        sf.sync({"a": shards}, plan)
 
 
 def test_params_that_lie_in_the_rollouts_buffers_are_refused(rng: np.random.Generator) -> None:

@@ -15,11 +15,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import shardfly_jax as sf
 from shardfly_jax.executors.stepping import Sender, Step
 from shardfly_jax.pallas_kernels import launch_words as lw, transfer
+from shardfly_jax.pallas_kernels.transfer import WORKERS
 from shardfly_jax.sharding.formats import conversion
 from shardfly_jax.sharding.layouts import Layout
 
 SHAPE = (16, 8)
-KERNEL = ((conversion("bfloat16", (), "bfloat16"),), 132, 4, 0, 512)
+KERNEL = ((conversion("bfloat16", (), "bfloat16"),), 132, 4, WORKERS, 512)
 
 
 def mesh_of(devices: int) -> Mesh | None:

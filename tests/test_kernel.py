@@ -31,7 +31,7 @@ CONVERSIONS = {
 
 @pytest.mark.parametrize("name", CONVERSIONS)
 def test_every_variant_of_the_kernel_lowers_for_cuda(name: str) -> None:
-    kernel = transfer.make_kernel((CONVERSIONS[name],), 132, 4)
+    kernel = transfer.make_kernel((CONVERSIONS[name],), 132, 4, transfer.WORKERS)
     words = [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (96, 37, 50)]
     text = jax.jit(kernel).trace(*words).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
@@ -41,6 +41,11 @@ def test_a_cpu_says_why_it_does_not_run_the_kernel() -> None:
     whole = {"w": Layout((4,), "float32", {0: [(0, 4)]})}
     plan = sf.register(sf.make_plan(whole, whole))
     assert sf.why_not_persistent(plan) == ("some ranks are not on a GPU",)
+    chosen = sf.register(sf.make_plan(whole, whole), executor="portable")
+    assert sf.why_not_persistent(chosen) == (
+        "it is registered with executor='portable'",
+        "some ranks are not on a GPU",
+    )
     forced = sf.register(sf.make_plan(whole, whole), executor="persistent")
     with pytest.raises(sf.RegistrationError, match="not on a GPU"):
         sf.sync({"w": {0: jnp.arange(4.0)}}, forced)

@@ -13,6 +13,8 @@ from kernel_jobs import SESSION, Job, compile_transfer
 from random_problems import Case, cases, fill
 
 from shardfly_jax.pallas_kernels import addresses as m, launch_words as lw
+from shardfly_jax.pallas_kernels.emit import const
+from shardfly_jax.pallas_kernels.transfer import WORKERS
 from shardfly_jax.sharding import records as r
 from shardfly_jax.sharding.families import TargetTree
 from shardfly_jax.sharding.language import Expr, src
@@ -93,9 +95,13 @@ def every_kind(replicas: int = 3) -> Case:
     return replicated(arrays, target, replicas)
 
 
-@pytest.mark.parametrize(("blocks", "devices"), [(1, 1), (3, 1), (3, 2), (2, 4)])
-def test_every_kind_of_record_is_moved_and_forwarded(blocks: int, devices: int, rng: np.random.Generator) -> None:
-    job = Job(every_kind(), devices=devices, blocks=blocks)
+@pytest.mark.parametrize(
+    ("blocks", "workers", "devices"), [(1, 1, 1), (3, 1, 2), (2, WORKERS, 1), (1, WORKERS, 2), (2, 2, 4)]
+)
+def test_every_kind_of_record_is_moved_and_forwarded(
+    blocks: int, workers: int, devices: int, rng: np.random.Generator
+) -> None:
+    job = Job(every_kind(), devices=devices, blocks=blocks, workers=workers)
     kinds = {int(kind) for table in job.tables.tables.values() for kind in table.words[:, r.KIND]}
     assert kinds == {r.ROWS, r.CAST, r.TRANSPOSE, r.ELEMENTS}
     assert any((table.words[:, r.WAIT] >= 0).any() for table in job.tables.tables.values())
@@ -211,6 +217,8 @@ BROKEN_HELPERS: dict[str, tuple[str, Callable[..., object]]] = {
     ),
     "a wait that acquires nothing": ("read_counter", m.read_word),
     "claims that are not atomic": ("atomic_add", add_in_two_steps),
+    "workers of a block that share a tile and a barrier": ("warpgroup", lambda: const(0)),
+    "addresses that other workers read before they are there": ("block_barrier", nothing),
 }
 
 
@@ -220,8 +228,10 @@ def test_a_kernel_that_lacks_an_order_is_reported(
 ) -> None:
     helper, broken = BROKEN_HELPERS[name]
     monkeypatch.setattr(m, helper, broken)
-    with pytest.raises(Fault, match=r"race|never written|ends while|hang|scope"):  # whatever the schedule
-        Job(every_kind(), devices=2).update(int(rng.integers(2**32)), compile_=compile_transfer)
+    in_step = helper == "block_barrier"  # only there addresses are in shared memory
+    job = Job(every_kind(), devices=2)
+    with pytest.raises(Fault, match=r"race|never written|ends while|hang|scope|made twice"):  # whatever the schedule
+        job.update(int(rng.integers(2**32)), in_step=in_step, compile_=compile_transfer)
 
 
 def first(words: np.ndarray, *conditions: np.ndarray) -> int:

@@ -386,7 +386,7 @@ CONVERSIONS["scales from slots"] = conversion("uint32", (ToScale(formats.ocp_mxf
 
 @pytest.mark.parametrize("name", CONVERSIONS)
 def test_every_quantizing_variant_of_the_kernel_lowers_for_cuda(name: str) -> None:
-    kernel = transfer.make_kernel((CONVERSIONS[name],), 132, 4)
+    kernel = transfer.make_kernel((CONVERSIONS[name],), 132, 4, transfer.WORKERS)
     words = [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (128, 37, 50)]
     text = jax.jit(kernel).trace(*words).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text

@@ -10,8 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from numpy_records import long
 from random_problems import Case, cases, expected_buffers, source_buffers
 
+import shardfly_jax as sf
 from shardfly_jax.sharding import optable, records as r
 from shardfly_jax.sharding.formats import Conversion, conversion, itemsize, np_dtype
+from shardfly_jax.sharding.language import Expr
+from shardfly_jax.sharding.layouts import Layout
 from shardfly_jax.sharding.moves import Key
 from shardfly_jax.sharding.optable import Flag, Inbox, OpTable, OpTables, Phase
 
@@ -197,3 +200,52 @@ def test_the_kind_of_a_record_follows_from_alignment(name: str) -> None:
             n *= 16 // min(itemsize(rule.source), itemsize(rule.target))
         have[int(record[r.KIND])] = have.get(int(record[r.KIND]), 0) + n
     assert have == want
+
+
+def whole(shape: tuple[int, ...], dtype: str) -> Layout:
+    """All of a tensor on one rank."""
+    return Layout(shape, dtype, {0: [(0, n) for n in shape]})
+
+
+def copied(length: int, start: int) -> sf.Plan:
+    """One tensor of bytes from rank 0 to rank 1, without its first elements."""
+    source, target = {"w": whole((length + start,), "uint8")}, {"t": whole((length,), "uint8")}
+    return sf.make_plan(source, target, sf.Mapping({"t": sf.src("w")[start:]}))
+
+
+def test_dimensions_that_the_kernel_cannot_count_are_a_reason_against_it() -> None:
+    """Single elements of such tensors, which no test has memory for; pieces of 16 bytes are fewer."""
+    long_ = (1 << 32) + 64
+    assert optable.why_unsupported(copied(long_, 3)) == (
+        "a move to 't' of rank 1 has a dimension of 4,294,967,360 elements, but the kernel counts to 2,147,483,647"
+    )
+    assert optable.why_unsupported(copied(long_, 16)) is None
+    assert optable.why_unsupported(copied((1 << 31) - 1, 3)) is None
+
+
+def test_rows_that_records_join_to_what_the_kernel_cannot_count_are_a_reason_against_it() -> None:
+    shape = (1 << 20, 1 << 12)
+    targets = {"t": whole(shape, "float8_e4m3fn"), "s": whole((shape[0], 1), "float32")}
+    mapping = sf.Mapping({"t": sf.src("w").quantize(sf.formats.Fp8Channel()), "s": sf.scale_of("t")})
+    plan = sf.make_plan({"w": whole(shape, "bfloat16")}, targets, mapping)
+    assert "has a dimension of 4,294,967,296 elements" in str(optable.why_unsupported(plan))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "expr", "target", "kind"),
+    [
+        ((64, 4100), "bfloat16", sf.src("w").rearrange("a b -> b a"), (4100, 64), r.ELEMENTS),
+        ((64, 4104), "bfloat16", sf.src("w").rearrange("a b -> b a"), (4104, 64), r.TRANSPOSE),
+        ((4100, 64), "float32", sf.src("w").rearrange("a b -> b a"), (64, 4100), r.ELEMENTS),
+        ((16, 4096), "bfloat16", sf.src("w")[3:, 5:], (13, 4091), r.ELEMENTS),
+        ((4096, 1001), "bfloat16", sf.src("w"), (4096, 1001), r.ROWS),
+    ],
+)
+def test_what_the_docs_say_takes_single_elements_does(
+    shape: tuple[int, int], dtype: str, expr: Expr, target: tuple[int, int], kind: int
+) -> None:
+    """`docs/design/persistent-kernel.md`."""
+    mapping = sf.Mapping({"t": expr})
+    plan = sf.make_plan({"w": whole(shape, dtype)}, {"t": whole(target, "bfloat16")}, mapping, allow_cast=("*",))
+    tables = optable.make_tables(plan, {0: 0, 1: 0}, lambda key: key).tables
+    assert {int(found) for table in tables.values() for found in table.words[:, r.KIND]} == {kind}

@@ -244,6 +244,27 @@ def test_params_that_are_donated_before_they_are_read_fail_the_update_and_nothin
     scene.check(sf.params(scene.plan), scene.first)
 
 
+@pytest.mark.parametrize("shows", [True, False], ids=["late", "never"])
+def test_a_donation_that_is_half_done_is_told_as_one(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, shows: bool
+) -> None:
+    """JAX gives the buffers away before any array says that it is deleted."""
+
+    def deleted(arrays: Any) -> None:
+        if shows:
+            threading.Timer(0.05, params["a"].delete).start()
+        raise RuntimeError("INVALID_ARGUMENT: Clone() called on deleted or donated buffer")
+
+    params, _ = scene.params()
+    monkeypatch.setattr(binding, "hold", deleted)
+    monkeypatch.setattr(binding, "DONATION_SECS", PATIENCE_SECS if shows else 0.1)
+    handle = sf.sync(params, scene.plan, wait=False)
+    with pytest.raises(sf.ParamsMismatch, match=f"{"'a'" if shows else 'an array'} was deleted or donated"):
+        handle.result(PATIENCE_SECS)
+    monkeypatch.undo()
+    scene.check(sf.params(scene.plan), scene.first)
+
+
 def test_params_whose_computation_fails_fail_the_update_and_nothing_is_written(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -280,3 +280,19 @@ def test_a_topology_that_the_plan_was_made_for_is_the_one_it_predicts_for() -> N
             unnamed.simulate(wrong)  # type: ignore[arg-type]
         with pytest.raises(sf.PlanError, match=r"topology: .* Give the name of a GPU"):
             sf.make_plan(source, source, topology=wrong)  # type: ignore[arg-type]
+
+
+def test_codes_whose_scales_no_target_gets_are_told() -> None:
+    format = sf.formats.Fp8Channel()
+    weights = {f"{at}.w": sf.Layout((4, 8), "bfloat16", {0: [(0, 4), (0, 8)]}) for at in ("h.0", "h.1", "head")}
+    codes = {name: sf.Layout((4, 8), format.stored, {0: [(0, 4), (0, 8)]}) for name in weights}
+    scales = {f"h.{i}.s": sf.Layout((4, 1), "float32", {0: [(0, 4), (0, 1)]}) for i in range(2)}
+    both = {name: sf.src(name).quantize(format) for name in ("h.{i}.w", "head.w")}
+    some = sf.make_plan(weights, codes | scales, sf.Mapping(both | {"h.{i}.s": sf.scale_of("h.{i}.w")})).explain()
+    assert "codes without a target for their scales (sf.scale_of): head.w\n" in some
+    none = sf.make_plan(weights, codes, sf.Mapping(both)).explain()
+    assert "codes without a target for their scales (sf.scale_of): h.{i}.w, head.w\n" in none
+    all_of = sf.make_plan(
+        weights, codes, sf.Mapping({name: sf.src(name).astype(format.codes) for name in both}), allow_cast="*"
+    )
+    assert "without a target" not in all_of.explain()

@@ -25,6 +25,7 @@ from checks import (
 from jax.sharding import AbstractMesh
 
 import shardfly_jax as sf
+from shardfly_jax.sharding.formats import np_dtype
 
 ROLLOUT = [6, 2, 5, 3]
 
@@ -249,6 +250,55 @@ def test_verify_finds_any_flipped_byte_and_names_tensor_and_rank(rng: np.random.
             sf.verify(params, plan)
         sf.sync(params, plan)
     assert sf.verify(params, plan) == 288
+
+
+@pytest.mark.parametrize(
+    ("target", "expr"),
+    [
+        ("bfloat16", sf.src("w")),
+        ("float16", sf.src("w").rearrange("a b -> b a")),
+        ("float32", sf.src("w").scale(0.5)),
+        ("float32", sf.src("w").divide(3.0)),
+    ],
+    ids=["cast", "cast and turned", "scaled", "divided"],
+)
+def test_any_nan_is_right_where_one_was_cast_or_scaled(target: str, expr: Any, rng: np.random.Generator) -> None:
+    plan, params, bits = nan_update(target, expr, rng)
+    at = np.flatnonzero(np.isnan(bits.view(np_dtype(target))))
+    assert len(at) == 1
+    bits[at] = np.array(-np.nan, np_dtype(target)).view(bits.dtype) ^ 1
+    sf.verify(params, plan)
+    right = bits.copy()
+    bits[(at + 1) % len(bits)] = bits[at]  # NaN where there is none
+    with pytest.raises(sf.VerificationError, match="'w' of rank 1"):
+        sf.verify(params, plan)
+    bits[:] = right
+    bits[at] = 0
+    with pytest.raises(sf.VerificationError, match="'w' of rank 1"):
+        sf.verify(params, plan)
+
+
+def test_nan_that_is_copied_keeps_its_bits(rng: np.random.Generator) -> None:
+    plan, params, bits = nan_update("float32", sf.src("w"), rng)
+    bits[np.isnan(bits.view(np.float32))] ^= 1
+    with pytest.raises(sf.VerificationError, match=r"'w' of rank 1: 1 of"):
+        sf.verify(params, plan)
+
+
+def nan_update(target: str, expr: Any, rng: np.random.Generator) -> tuple[sf.Plan, dict[str, jax.Array], np.ndarray]:
+    """A finished update of values with one NaN, its params, and the registered buffer as integers."""
+    x = fresh(rng, 4, 4)
+    x[1, 2] = np.nan
+    params = {"w": jnp.array(x, copy=True)}
+    place = params["w"].sharding
+    plan = sf.make_plan(params, {"w": jax.ShapeDtypeStruct((4, 4), target, sharding=place)},
+                        sf.Mapping({"w": expr}), allow_cast=("*",))  # fmt: skip
+    plan = sf.register(plan)
+    sf.sync(params, plan)
+    sf.verify(params, plan)
+    (shard,) = plan.registered().buffers.values()
+    data = (ctypes.c_uint8 * shard.nbytes).from_address(shard.address)
+    return plan, params, np.frombuffer(data, f"u{np_dtype(target).itemsize}")
 
 
 def test_verify_tells_params_that_are_not_the_synced_ones(rng: np.random.Generator) -> None:

@@ -7,6 +7,8 @@ by a barrier so that no backend fuses them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +31,8 @@ from shardfly_jax.sharding.quantization import BIAS, E8M0_LARGEST, FLOAT4_FIRST,
 EXACT = {"xla_allow_excess_precision": False}
 """Compiler options under which XLA keeps every rounding; it would drop one to float16 between two float32 steps."""
 
+Spread = Callable[[jax.Array], jax.Array]
+
 _UINTS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
@@ -50,9 +54,14 @@ def apply(
     within: tuple[int, ...] = (),
     amax: jax.Array | None = None,
     packed: int = -1,
+    spread: Spread | None = None,
 ) -> jax.Array:
-    """`Conversion.apply`; returns the bits of the result. Traceable."""
-    return apply_watched(conversion, x, within, amax, packed)[0]
+    """`Conversion.apply`; returns the bits of the result. Traceable.
+
+    Args:
+      spread: From one number per block to that of each element's block, where `amax` does not broadcast against `x`.
+    """
+    return apply_watched(conversion, x, within, amax, packed, spread)[0]
 
 
 def apply_watched(
@@ -61,6 +70,7 @@ def apply_watched(
     within: tuple[int, ...] = (),
     amax: jax.Array | None = None,
     packed: int = -1,
+    spread: Spread | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`apply`, and the largest bits of `amax` that a scale was made of: at least `NOT_FINITE` where one was refused."""
     worst = jnp.uint32(0)
@@ -85,7 +95,7 @@ def apply_watched(
             case Encode(format):
                 amax = _amax(x, within) if amax is None else amax
                 worst = jnp.maximum(worst, amax.max(initial=0))
-                x = _encoded(format, x, amax, packed)
+                x = _encoded(format, x, amax, packed, spread)
     return as_bits(x), worst
 
 
@@ -141,12 +151,19 @@ def _scales(format: Format, amax: jax.Array) -> jax.Array:
     return _steps(format, amax)
 
 
-def _encoded(format: Format, x: jax.Array, amax: jax.Array, packed: int) -> jax.Array:
+def _encoded(format: Format, x: jax.Array, amax: jax.Array, packed: int, spread: Spread | None) -> jax.Array:
+    """Codes; what is divided is divided once for each number in `amax`."""
+
+    def of_each(number: jax.Array) -> jax.Array:
+        # behind a barrier, so that XLA does not make a division of each element of a product with a quotient
+        number = lax.optimization_barrier(number)
+        return jnp.broadcast_to(number, x.shape) if spread is None else spread(number)
+
     values = _flush(_cast(x, jnp.dtype("float32")))
     if format.divides:
-        values = _quotient(values, _steps(format, amax))
+        values = _times_reciprocal(values, _reciprocal(_steps(format, amax)), of_each)
     else:
-        values = values * lax.optimization_barrier(jnp.broadcast_to(_factors(format, amax), x.shape))
+        values = values * of_each(_factors(format, amax))
     values = jnp.clip(values, jnp.float32(-format.largest), jnp.float32(format.largest))
     if format.per_byte > 1:
         low, high = (lax.slice_in_dim(_float4(values), half, None, 2, packed) for half in (0, 1))
@@ -182,6 +199,23 @@ def _quotient(x: jax.Array | float, by: jax.Array | float) -> jax.Array:
         )
         divisor = lax.optimization_barrier(jnp.broadcast_to(divisor, shape))
         return lax.convert_element_type(wide / divisor, jnp.float32)
+
+
+def _reciprocal(by: jax.Array) -> jax.Array:
+    """float64 reciprocals of float32 numbers."""
+    with jax.enable_x64(True):
+        return 1 / lax.convert_element_type(by, jnp.float64)
+
+
+def _times_reciprocal(x: jax.Array, reciprocal: jax.Array, of_each: Spread) -> jax.Array:
+    """Correctly rounded float32 quotients that are normal, by a float64 product with the divisor's reciprocal.
+
+    A quotient of two numbers of 24 bits is at least 2^-49 of itself away from any midpoint of two such numbers, or it
+    would be one, and a midpoint (25 bits) times a divisor does not fit into 24 bits. The product is off by less: two
+    roundings of 2^-53 each.
+    """
+    with jax.enable_x64(True):
+        return lax.convert_element_type(lax.convert_element_type(x, jnp.float64) * of_each(reciprocal), jnp.float32)
 
 
 def _flush(x: jax.Array) -> jax.Array:

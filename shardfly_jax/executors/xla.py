@@ -100,7 +100,8 @@ class XlaExecutor:
             else:
                 amax = None
                 if move.block >= 0 and (block := self.plan.blocks[move.block]).family >= 0:
-                    view = View(block.offset, move.extents, block.strides)
+                    blocks = tuple(n if step else 1 for n, step in zip(move.extents, block.strides, strict=True))
+                    view = View(block.offset, blocks, block.strides)
                     amax = _gather(staging[slot_key(self.plan, move, k)], view, _SLOTS)
                 piece, worst = self._converted(self._source(move, k, arrays, staging, sources), move, k, amax)
                 if worst is not None:

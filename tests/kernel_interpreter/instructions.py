@@ -135,7 +135,7 @@ def _(asm: Asm, match: re.Match[str], operands: list[str]) -> None:
 
 @instruction(r"(?:bar|barrier)(?:\.cta)?\.sync(?:\.aligned)?")
 def _(asm: Asm, match: re.Match[str], operands: list[str]) -> None:
-    count = asm.read(operands[1]) if len(operands) > 1 else "THREADS"
+    count = asm.read(operands[1]) if len(operands) > 1 else "w.block.threads"
     asm.out.line(f"yield from {asm.effect('sync_block', asm.read(operands[0]), count)}")
 
 

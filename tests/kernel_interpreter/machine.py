@@ -17,10 +17,10 @@ import random
 from collections.abc import Iterator
 
 from kernel_interpreter.bulk import Copy
-from kernel_interpreter.lanes import Fault
+from kernel_interpreter.lanes import LANES, Fault
 from kernel_interpreter.memory import GLOBAL, TIME_BITS, Allocation, Names, Space
 from kernel_interpreter.translate import Program
-from kernel_interpreter.warp import MBARRIERS, THREADS, WARPS, Block, Warp
+from kernel_interpreter.warp import MBARRIERS, THREADS, Block, Warp
 
 LEAP_NS = 1 << 52
 """Added to the clock, once, when nothing but time can help: more than any deadline in milliseconds of 32 bits."""
@@ -38,11 +38,13 @@ class Launch:
       program: The kernel.
       operands: As many as the program wants, in order.
       blocks: All run at once.
+      warpgroups: Of a block.
     """
 
     program: Program
     operands: tuple[Allocation, ...]
     blocks: int
+    warpgroups: int = 1
 
 
 class Machine:
@@ -61,11 +63,11 @@ class Machine:
         self.all_copies: list[Copy] = []
         self.issued, self.points = 0, 0
         self.changes, self.patient, self.leapt = 0, 0, False
-        blocks = sum(launch.blocks for launch in launches)
-        self.n_blocks, threads = blocks, blocks * THREADS
-        self.n_columns = threads + blocks * MBARRIERS + 1
+        sizes = [launch.warpgroups * THREADS for launch in launches for _ in range(launch.blocks)]
+        self.n_blocks = blocks = len(sizes)
+        self.n_columns = sum(sizes) + blocks * MBARRIERS + 1
         self.unknown = (self.n_columns - 1) << TIME_BITS
-        columns = [f"block {k // THREADS} thread {k % THREADS}" for k in range(threads)]
+        columns = [f"block {k} thread {thread}" for k, size in enumerate(sizes) for thread in range(size)]
         columns += [f"a bulk copy of block {k // MBARRIERS}" for k in range(blocks * MBARRIERS)]
         self.names = Names([*columns, "a bulk copy whose end was not waited for"])
         self.memory = Space(GLOBAL, 40)
@@ -85,17 +87,18 @@ class Machine:
         """
         live: list[tuple[Warp, Iterator[bool | None]]] = []
         speeds: list[float] = []
-        number = 0
+        number = column = 0
         for launch in self.launches:
             first_site = len(self.names.sites)
             self.names.add(launch.program.sites)
             for index in range(launch.blocks):
-                block = Block(self, number, index, launch.blocks, launch.program.scratch)
+                threads = launch.warpgroups * THREADS
+                block = Block(self, number, index, launch.blocks, column, threads, launch.program.scratch)
                 arguments = [a.base for a in launch.operands] + block.scratch
-                for k in range(WARPS):
+                for k in range(threads // LANES):
                     warp = Warp(block, k)
                     live.append((warp, launch.program.run(warp, first_site, *arguments)))
-                number += 1
+                number, column = number + 1, column + threads
         while live:
             if self.random.random() < 0.1 or len(speeds) != len(live):
                 speeds = self._speeds([warp for warp, _ in live])

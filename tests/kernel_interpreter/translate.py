@@ -18,7 +18,6 @@ from jax._src.lib.mlir.dialects import func
 from kernel_interpreter import instructions, lanes, ptx
 from kernel_interpreter.memory import Site
 from kernel_interpreter.ptx import UnknownInstruction
-from kernel_interpreter.warp import THREADS
 
 ARCH = (9, 0)  # Hopper
 PREDICATES = ("==", "!=", "<", "<=", ">", ">=", "<", "<=", ">", ">=")  # arith.cmpi, by number; 2 to 5 are signed
@@ -39,7 +38,7 @@ BINARY = {
     "arith.minsi": "unsigned(least(signed({}, {bits}), signed({}, {bits})), {bits})",
     "arith.maxsi": "unsigned(greatest(signed({}, {bits}), signed({}, {bits})), {bits})",
 }
-GPU = {"gpu.thread_id": "w.threads", "gpu.block_dim": str(THREADS), "gpu.block_id": "w.block.index",
+GPU = {"gpu.thread_id": "w.threads", "gpu.block_dim": "w.block.threads", "gpu.block_id": "w.block.index",
        "gpu.grid_dim": "w.block.of"}  # of x; y and z have one  # fmt: skip
 
 
@@ -54,7 +53,7 @@ class Program:
 
     def __init__(self, source: str, sites: list[Site], scratch: dict[str, int]):
         self.source, self.sites, self.scratch = source, sites, scratch
-        names = vars(lanes) | {"CHANGES": instructions.CHANGES, "THREADS": THREADS}
+        names = vars(lanes) | {"CHANGES": instructions.CHANGES}
         exec(compile(source, "<kernel>", "exec"), names)
         self.run: Callable[..., Iterator[None]] = names["kernel"]
 
@@ -64,7 +63,7 @@ def compile_kernel(emit: Callable[..., None], n_operands: int, scratch: dict[str
 
     Args:
       emit: Called inside an MLIR function with the addresses of the operands in global memory (i64) and of the shared
-        allocations (i32); emits the code of a block of `THREADS` threads.
+        allocations (i32); emits the code of a block.
       n_operands: How many operands there are.
       scratch: Bytes of each shared allocation, by name.
     """

@@ -31,8 +31,8 @@ from kernel_interpreter.memory import (
 if TYPE_CHECKING:
     from kernel_interpreter.machine import Machine
 
-WARPS = 4
-THREADS = LANES * WARPS
+THREADS = 4 * LANES
+"""Of a warpgroup."""
 MBARRIERS = 8
 """At most so many per block."""
 
@@ -43,12 +43,23 @@ def _at(value: object, part: slice | np.ndarray) -> int:
 
 
 class Block:
-    """A block, its shared memory and barriers."""
+    """A block, its shared memory and barriers.
 
-    def __init__(self, machine: Machine, number: int, index: int, of: int, scratch: dict[str, int]):
+    Args:
+      machine: What it runs on.
+      number: Among the blocks of all launches.
+      index, of: In its launch.
+      first, threads: Columns of its threads.
+      scratch: Bytes of each shared allocation, by name.
+    """
+
+    def __init__(
+        self, machine: Machine, number: int, index: int, of: int, first: int, threads: int, scratch: dict[str, int]
+    ):
         self.machine, self.number, self.index, self.of = machine, number, index, of
-        self.clocks = np.zeros((THREADS, VIEWS, machine.n_columns), np.int32)
-        self.clocks[np.arange(THREADS), ORDERED, number * THREADS + np.arange(THREADS)] = 1
+        self.first, self.threads = first, threads
+        self.clocks = np.zeros((threads, VIEWS, machine.n_columns), np.int32)
+        self.clocks[np.arange(threads), ORDERED, first + np.arange(threads)] = 1
         self.shared = Space(SHARED, 24)
         self.scratch = [self.shared.place(Allocation(f"shared {name} of block {number}", nbytes, space=SHARED),
                                           machine.names) for name, nbytes in scratch.items()]  # fmt: skip
@@ -56,12 +67,12 @@ class Block:
         self.mbarrier_column = machine.n_columns - 1 - MBARRIERS * (machine.n_blocks - number)
         self.waiting: dict[int, list[Warp]] = {}  # at bar.sync, by number of the barrier
         self.passed: dict[int, int] = {}
-        self.running = WARPS
+        self.running = threads // LANES
 
     def end(self) -> None:
         """The last warp ended: its shared memory belongs to others now."""
         for copy in self.machine.all_copies:
-            if copy.access.columns[0] // THREADS == self.number and not copy.seen:
+            if 0 <= copy.access.columns[0] - self.first < self.threads and not copy.seen:
                 name = self.machine.names.describe(copy.packed & ~0xFFFFFFFFFF | int(copy.access.stamps[0]))
                 raise Fault(f"block {self.number} ends while a bulk copy uses its shared memory: {name}")
 
@@ -72,7 +83,7 @@ class Warp:
     def __init__(self, block: Block, index: int):
         self.block, self.index, self.machine = block, index, block.machine
         self.threads = np.arange(index * LANES, (index + 1) * LANES, dtype=np.uint64)
-        self.columns = block.number * THREADS + self.threads.astype(np.int64)
+        self.columns = block.first + self.threads.astype(np.int64)
         self.clocks = block.clocks[index * LANES : (index + 1) * LANES]
         self.spaces = {GLOBAL: self.machine.memory, SHARED: block.shared}
         # By whether it concerns allocations that other devices use too:
@@ -258,7 +269,7 @@ class Warp:
             while block.passed[number] == turn:
                 yield
             return
-        rows = np.concatenate([warp.columns - block.number * THREADS for warp in waiting])
+        rows = np.concatenate([warp.columns - block.first for warp in waiting])
         known = block.clocks[rows].max(0)
         block.clocks[rows] = known
         for warp in waiting:
