@@ -63,8 +63,8 @@ FORMATS = [
 ]
 RUNS = 11
 COPIED_NBYTES = 4 << 30
-SMALLEST_NBYTES, LARGEST_NBYTES, MOST_ARRAYS = 256, 1 << 30, 1000
-"""What allocators round sizes to; sizes and number of arrays that take up memory (see `ballast`)."""
+SMALLEST_NBYTES, LARGEST_NBYTES, MOST_ARRAYS = 64 << 10, 1 << 30, 1000
+"""Of arrays that take up memory: what is left, sizes, and how many (see `ballast`)."""
 
 
 def timed(work: Callable[[], Any]) -> list[float]:
