@@ -198,8 +198,8 @@ def _most_nbytes(tick: Fraction, least: Fraction, large: Sequence[Group], once: 
     """
     each = sum((Fraction(group.box_nbytes, 2 * min(group.sizes)) for group in large), Fraction(0))
     unequal = any(len(set(group.sizes)) > 1 for group in large)
-    depth = max(len(group.sizes) for group in large).bit_length()
-    filling = depth + max(max(group.sizes) for group in large)
+    depth = max(len(group.sizes) for group in large).bit_length() - 1
+    filling = depth + 1 + max(max(group.sizes) for group in large)
     long = LONG * max(Fraction(AHEAD_NBYTES), 2 * once * layers / SLOTS)  # a slot passes on as much as it brings
 
     def cost(most: int) -> float:
@@ -212,9 +212,8 @@ def _most_nbytes(tick: Fraction, least: Fraction, large: Sequence[Group], once: 
             ticks = sum((Fraction(-(-number // min(group.sizes)), 2) for group, number, _, _ in cuts), Fraction(0))
         if _is_uneven(ticks * layers / SLOTS):
             return math.inf
-        waiting = depth / (
-            depth + ticks
-        )  # the deeper trees are and the fewer ticks, the more wait for the largest band
+        # the deeper trees are, and the fewer ticks or slots a layer has, the more wait for the largest band
+        waiting = depth / (depth + min(ticks, SLOTS / layers) / 2)
         lasts = (1 - waiting) * each / passed + waiting * largest
         late = 1 + filling / min(ticks * layers, Fraction(SLOTS))
         return float(ticks * lasts * late * (1 + largest / long)) * (1 + DISTANCE * max(math.log2(tick / 2 / most), 0))
@@ -290,8 +289,9 @@ def _cut(kind: _Kind, begin: Fraction, end: Fraction, most: int | None) -> list[
         wanted = min(wanted, group.box_nbytes // SMALLEST_BAND_NBYTES)
         if group.is_wide and wanted > 0:
             if most is None:
-                evenly = (count for count in range(wanted, wanted // 2, -1) if _cuts_evenly(group, count))
-                count = next(evenly, wanted)
+                near = sorted(range(wanted * 4 // 5, wanted * 5 // 4 + 1), key=lambda count: abs(count - wanted))
+                evenly = next((count for count in near if count and _cuts_evenly(group, count)), 0)
+                count = evenly or _least_bands(group, -(-group.box_nbytes * 5 // (wanted * 4)))
             else:
                 count = _least_bands(group, most)
             group.bands = bands_of(group, band_boxes(group, count))
