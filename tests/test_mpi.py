@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
 import shardfly_jax as sf
@@ -27,11 +28,17 @@ def run(scenario: str) -> tuple[subprocess.CompletedProcess[str], float]:
     found = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     platforms = os.environ.get("SHARDFLY_TEST_PLATFORMS", "cpu")
     env = {**os.environ, "PATH": path, "PYTHONPATH": found, "JAX_PLATFORMS": platforms, "XLA_FLAGS": flags}
-    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(PROCESSES)]
+    program = [sys.executable, "-P", str(HERE / "mpi_program.py"), scenario]
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe"]
+    if "cuda" in platforms:  # each process has a GPU of its own where there are several
+        gpus = len(jax.local_devices(backend="gpu"))
+        for number in range(PROCESSES):
+            command += [*([":"] if number else []), "-n", "1", "env", f"CUDA_VISIBLE_DEVICES={number % gpus}", *program]
+    else:
+        command += ["-n", str(PROCESSES), *program]
     start = time.monotonic()
     with subprocess.Popen(
-        [*command, sys.executable, "-P", str(HERE / "mpi_program.py"), scenario],
-        env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
     ) as job:  # fmt: skip
         try:
             out, complaint = job.communicate(timeout=PATIENCE_SECS)
