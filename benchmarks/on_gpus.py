@@ -287,12 +287,7 @@ def sweep(params: Any, plan: sf.Plan, built: dict[str, jax.Array], running: Any,
                 work.blocks = blocks
             running._launches = running.launches("send", "finish")
             check(params, plan, built)
-            rows.append(
-                {
-                    "blocks": blocks,
-                    "kernel_secs": timed(lambda: running.start(unasked(sources))()),
-                }
-            )
+            rows.append({"blocks": blocks, "kernel_secs": timed(lambda: running.start(unasked(sources))())})
     finally:
         running._launches = usual
         for number, work in works.items():

@@ -136,7 +136,7 @@ def by_mpi(transport: str, processes: int) -> dict[str, Any]:
     """
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]  # all share one GPU
     env = os.environ | {"JAX_PLATFORMS": PLATFORMS, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    env |= {"CUDA_VISIBLE_DEVICES": first}
+    env["CUDA_VISIBLE_DEVICES"] = first
     words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(processes), sys.executable]
     words += ["-m", "benchmarks.process_worker", MODEL, transport, str(RUNS)]
     try:

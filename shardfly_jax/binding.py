@@ -90,15 +90,13 @@ def ready_shards(leaves: list[Any], binding: Binding, *, keep: bool = False) -> 
         jax.block_until_ready(arrays.arrays)
         return arrays, hold(arrays.arrays) if keep else []
     except (RuntimeError, ValueError) as error:  # JAX's for a deleted array, and for one whose computation failed
-        found = _deleted(leaves, binding)
-        if _DELETED.search(str(error)):  # while a donation is half done, buffers are gone, but no array says so
-            limit = time.monotonic() + DONATION_SECS
-            while not found and time.monotonic() < limit:
-                time.sleep(1e-3)
-                found = _deleted(leaves, binding)
+        found, says_so = _deleted(leaves, binding), _DELETED.search(str(error))
+        limit = time.monotonic() + DONATION_SECS
+        while says_so and not found and time.monotonic() < limit:  # a donation half done: no array says so yet
+            time.sleep(1e-3)
+            found = _deleted(leaves, binding)
+        if says_so or found:
             raise _mismatch([label + _GONE for label in found or ["an array"]]) from None
-        if found:
-            raise _mismatch([label + _GONE for label in found]) from None
         raise
 
 

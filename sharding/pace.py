@@ -121,7 +121,8 @@ def _passed(
 
     Args:
       layer, outside: Kinds in layers, in order, and others.
-      tick: What a tick brings over each NIC, bytes.
+      tick, late_tick: What a tick of each of them brings over each NIC, bytes.
+      most: As for `_cut`, of kinds in layers.
     """
     passes: dict[tuple[bool, tuple[int, int], tuple[int, int]], list[_Kind]] = {}
     for kind in layer:
@@ -229,11 +230,12 @@ def _most_nbytes(tick: Fraction, least: Fraction, large: Sequence[Group], once: 
 
 def _least_bands(group: Group, most: int) -> int:
     """Into how few bands a group's box can be cut so that none has more bytes than `most`, or nearly so."""
-    for count in itertools.count(-(-group.box_nbytes // most)):
+
+    def suits(count: int) -> bool:
         number, _, largest = band_sizes(group, count)
-        if largest * group.itemsize <= most or number < count:
-            return count
-    raise AssertionError  # itertools.count never ends
+        return largest * group.itemsize <= most or number < count
+
+    return next(filter(suits, itertools.count(-(-group.box_nbytes // most))))
 
 
 def _in_turn(kinds: Sequence[_Kind], tick: Fraction, most: int | None, at: int = 0) -> int:

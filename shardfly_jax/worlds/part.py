@@ -73,9 +73,8 @@ class Part:
         self.sends = min(self.held) < plan.source_ranks
         self.own = frozenset(replica.name for replica in plan.replicas if self.held & set(replica.ranks))
         self._entry = 0
-        self._through: tuple[int, float] | None = (
-            None  # the last attempt that ended well here, and when it must be over
-        )
+        # the last attempt that ended well here, and when it must be over for all
+        self._through: tuple[int, float] | None = None
         self._open()
         try:
             world.hold(self)
