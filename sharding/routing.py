@@ -3,10 +3,14 @@
 Ranks that need the same value of the same expression in the same box form a *group*. One of them, the *root*, gets it
 from the trainers, converted once; the others are fed along a route (`routes`). Roots rotate from layer to layer and
 band to band, so first-hop ingress spreads over the replicas; where hosts form trees, bands have a `pace`.
+
+Within one host there may be nothing to spread: if trainers can send to all members themselves, and no GPU sends more
+than another one has to receive, they do, and nothing is passed on. Links are slower while a GPU receives and passes on.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import math
@@ -40,6 +44,8 @@ UNEVEN_BANDS = 4
 """Bands for each root from which on some may have one more than others."""
 SMOOTH_ROWS = 1 << 18
 """Nor so that the forwards of one tensor on all ranks would be more rows than this."""
+ROUNDING = 1e-9
+"""Sums that are equal but for this are equal."""
 LATE_PERCENT = 25
 """The same for tensors outside the layers, which end before the last quarter of an update (see `schedule`)."""
 
@@ -74,6 +80,8 @@ def make_groups(problem: Problem, topology: Topology | None) -> list[Group]:
                 group.members.append((family_index, rank))
                 host_of_member.append(host)
         group.sizes = tuple(len(list(same)) for _, same in itertools.groupby(host_of_member))
+    if topology is not None and _may_send_to_all(groups, problem, topology):
+        groups = [alone for group in groups for alone in _members_alone(group)]
     held: dict[int, int] = {}
     for group in groups:
         for _, rank in group.members:
@@ -90,6 +98,37 @@ def make_groups(problem: Problem, topology: Topology | None) -> list[Group]:
             group.turn = np.repeat(np.arange(group.roots), [len(run) for run in runs])
             group.round = np.concatenate([(run - run[:1]) * group.rounds // len(runs[0]) for run in runs])
     return groups
+
+
+def _may_send_to_all(groups: Sequence[Group], problem: Problem, topology: Topology) -> bool:
+    """Whether all is in one host, and nothing is lost if trainers send to all members themselves.
+
+    Each of them is taken to hold an equal part of every tensor. What GPUs hold already does not cross links; ranks of
+    one GPU need their bytes once if they pass them on.
+    """
+    gpu = topology.gpu(np.arange(problem.source_ranks + problem.target_ranks))
+    trainers = np.unique(gpu[: problem.source_ranks])
+    if len(np.unique(gpu // topology.gpus_per_host)) > 1:
+        return False
+    part = np.zeros(int(gpu.max()) + 1)
+    part[trainers] = 1 / len(trainers)
+    sent, received = np.zeros_like(part), np.zeros_like(part)
+    for group in groups:
+        at = gpu[[rank for _, rank in group.members]]
+        nbytes = group.box_nbytes * group.n_layers
+        sent += nbytes * part * (len(at) - np.bincount(at, minlength=len(part)))
+        received[np.unique(at)] += nbytes * (1 - part[np.unique(at)])
+    return bool(sent.max() <= received.max() * (1 + ROUNDING))
+
+
+def _members_alone(group: Group) -> list[Group]:
+    """A group of its own for each member, with its twins."""
+    return [
+        dataclasses.replace(
+            group, members=[member], sizes=(1,), twins=[(0, family) for of, family in group.twins if of == number]
+        )
+        for number, member in enumerate(group.members)
+    ]
 
 
 def _is_dense(box: Box, strides: Sequence[int]) -> bool:

@@ -129,6 +129,76 @@ def test_trees_bring_every_byte_once_for_every_sharding(random: Callable[[], st.
     assert paced > 10
 
 
+def whole_replicas(rng: np.random.Generator, trainers: int, replicas: int, dtype: str = "float32") -> Case:
+    """Trainers hold equal parts of all tensors, replicas of one rank each all of them."""
+    arrays = {f"h.{k}.{name}": fill(rng, (16, 8), dtype) for k in range(3) for name in "ab"}
+    rows = 16 // trainers
+    cut = {r: [(r * rows, (r + 1) * rows), (0, 8)] for r in range(trainers)}
+    whole = {r: [(0, 16), (0, 8)] for r in range(replicas)}
+    mapping = Mapping({name: src(name) for name in arrays})
+    tree = TargetTree(
+        name="rollout",
+        tensors={name: Layout((16, 8), dtype, whole) for name in arrays},
+        mapping=mapping,
+        ranks=replicas,
+    )
+    return Case(arrays, {name: Layout((16, 8), dtype, cut) for name in arrays}, trainers, [tree])
+
+
+@pytest.mark.parametrize(
+    ("trainers", "replicas", "passes_on"),
+    [
+        # GPUs of the trainers, and of the replicas
+        ((0, 1), (0, 1), False),
+        ((0,), (0, 1), False),
+        ((0, 1, 2, 3), (0, 1, 2, 3), False),
+        ((0, 1, 2, 3), (2, 3), False),
+        ((0, 1, 2, 3), (4, 5, 6, 7), False),
+        ((0,), (1, 1), True),  # one GPU, which needs all of it once
+        ((0, 1), (2, 3, 4), True),  # trainers would send more than others receive
+        ((0,), (0, 1, 2), True),
+        ((0, 1), (0, 1, 1), True),  # what the last one needs is on its GPU once the one before has it
+    ],
+)
+def test_trainers_in_the_rollouts_host_send_to_all_where_that_costs_no_link_more(
+    trainers: tuple[int, ...], replicas: tuple[int, ...], passes_on: bool, rng: np.random.Generator
+) -> None:
+    case = whole_replicas(rng, len(trainers), len(replicas))
+    plan = case.plan(preset("h200", gpu_of_rank=(*trainers, *replicas)))
+    check(case, plan)
+    assert (int(plan.moves.hop.max()) > 0) == passes_on
+    if not passes_on:
+        gpus = np.array((*trainers, *replicas))
+        between = np.zeros((8, 8), np.int64)
+        np.add.at(between, np.ix_(gpus, gpus), plan.traffic())
+        np.fill_diagonal(between, 0)
+        nbytes = sum(x.nbytes for x in case.arrays.values())
+        held = nbytes // len(trainers)
+        assert between.sum(axis=0).tolist() == [
+            (nbytes - held * trainers.count(gpu)) if gpu in replicas else 0 for gpu in range(8)
+        ]
+
+
+@pytest.mark.hypothesis
+@pytest.mark.parametrize("random", [cases, quantized_cases], ids=["plain", "quantized"])
+def test_ranks_of_shared_gpus_get_every_byte_once_for_every_sharding(
+    random: Callable[[], st.SearchStrategy[Case]],
+) -> None:
+    sent_to_all = 0
+
+    @settings(max_examples=150, suppress_health_check=SLOW)
+    @given(random(), st.integers(1, 4))
+    def run(case: Case, gpus: int) -> None:
+        nonlocal sent_to_all
+        usual = case.plan()
+        plan = case.plan(preset("h200", gpu_of_rank=tuple(rank % gpus for rank in range(usual.ranks))))
+        sent_to_all += int(usual.moves.hop.max(initial=0)) > 0 and int(plan.moves.hop.max(initial=0)) == 0
+        check(case, plan)
+
+    run()
+    assert sent_to_all > 5
+
+
 @pytest.mark.usefixtures("trees_of_few")
 @pytest.mark.parametrize("rows", [1, 2, 4, 7])
 def test_trees_take_hosts_that_hold_parts_of_a_tensor_in_unequal_numbers(rows: int, rng: np.random.Generator) -> None:
