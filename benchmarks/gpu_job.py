@@ -80,7 +80,8 @@ def against_bound(row: dict[str, Any], rate: dict[str, float]) -> dict[str, floa
     bound = links.bound_secs(np.array(row["needed_nbytes"]), np.array(row["touched_nbytes"]), rate)
     launches, sync = statistics.median(row["kernel_secs"]), statistics.median(row["sync_secs"])
     best_today = min(statistics.median(row[key]) for key in ("today_secs", "jit_secs") if row.get(key))
-    return {
+    by_gpus = {"gpu_of_bound": bound / statistics.median(row["gpu_secs"])} if "gpu_secs" in row else {}
+    return by_gpus | {
         "bound_secs": bound,
         "of_bound": bound / launches,
         "sync_of_bound": bound / sync,
@@ -90,8 +91,11 @@ def against_bound(row: dict[str, Any], rate: dict[str, float]) -> dict[str, floa
 
 def summary(row: dict[str, Any]) -> str:
     """A row in a line."""
-    return (
-        f"{row['case']}: launches {statistics.median(row['kernel_secs']) * 1e3:.2f} ms ({row['of_bound']:.3f} of the "
-        f"bound), sync {statistics.median(row['sync_secs']) * 1e3:.2f} ms ({row['sync_of_bound']:.3f}; "
-        f"{row['faster_than_today']:.2f}x today's way)"
-    )
+    ways = {"kernels": ("gpu_secs", "gpu_of_bound"), "launches": ("kernel_secs", "of_bound")}
+    ways["sync"] = "sync_secs", "sync_of_bound"
+    shown = [
+        f"{name} {statistics.median(row[secs]) * 1e3:.2f} ms ({row[ratio]:.3f} of the bound)"
+        for name, (secs, ratio) in ways.items()
+        if secs in row
+    ]
+    return f"{row['case']}: {', '.join(shown)}, {row['faster_than_today']:.2f}x today's way"

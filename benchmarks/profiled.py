@@ -41,6 +41,21 @@ def spans(update: Callable[[], Any], runs: int) -> list[Span]:
     return [Span(gpu, (start - first) / 1e9, (start - first + nanosecs) / 1e9) for start, nanosecs, gpu in found]
 
 
+def updates(update: Callable[[], Any], kernels: int | None = None) -> list[list[Span]]:
+    """The kernels of each of several updates.
+
+    Args:
+      update: Launches the same number of kernels each time.
+      kernels: That number, if it is known.
+    """
+    found = spans(update, PROFILED_RUNS)
+    each, rest = divmod(len(found), PROFILED_RUNS)
+    if rest or not found or each != (kernels or each):
+        wanted = f"{PROFILED_RUNS} times {kernels or 'the same number'}"
+        raise RuntimeError(f"{len(found)} kernels were profiled, but {wanted} were launched.")
+    return [found[first : first + each] for first in range(0, len(found), each)]
+
+
 def phase_secs(update: Callable[[], Any], phases: list[str]) -> list[dict[str, float]]:
     """Seconds of each phase's kernel in several updates on one GPU, and from the first one's start to the last's end.
 
@@ -51,12 +66,8 @@ def phase_secs(update: Callable[[], Any], phases: list[str]) -> list[dict[str, f
     Returns:
       One dict per update: of each phase, and `whole`.
     """
-    found = spans(update, PROFILED_RUNS)
-    if len(found) != PROFILED_RUNS * len(phases):
-        raise RuntimeError(f"{len(found)} kernels were profiled, but {PROFILED_RUNS} times {phases} were launched.")
     out = []
-    for first in range(0, len(found), len(phases)):
-        of = found[first : first + len(phases)]
+    for of in updates(update, len(phases)):
         secs = {phase: span.stop_secs - span.start_secs for phase, span in zip(phases, of, strict=True)}
         out.append(secs | {"whole": of[-1].stop_secs - of[0].start_secs})
     return out

@@ -242,13 +242,15 @@ def _ms(secs: Iterable[float]) -> str:
 
 
 def _on_gpus(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    header = ["update", "over the links", "bound", "launches, median (best)", "of the bound", "sync, median (best)"]
-    header += ["of the bound", "until the last launch", "jit + device_put, median", "/ sync"]
+    header = ["update", "over the links", "bound", "kernels", "of the bound", "launches, median (best)", "of the bound"]
+    header += ["sync, median (best)", "of the bound", "until the last launch", "jit + device_put, median", "/ sync"]
     lines = [
         [
             f"{row['model']}, {row['case']}",
             " and ".join(f"{n / 1e9:.2f}" for n in _crossing(row["needed_nbytes"])) + " GB",
             f"{row['bound_secs'] * 1e3:.2f} ms",
+            _ms(row["gpu_secs"]) if "gpu_secs" in row else "",
+            f"{row['gpu_of_bound']:.3f}" if "gpu_secs" in row else "",
             _median_and_best(row["kernel_secs"]),
             f"{row['of_bound']:.3f}",
             _median_and_best(row["sync_secs"]),
