@@ -7,8 +7,8 @@ CLAIMED, FINISHED, ERROR, REFUSED, LAUNCHES, REPORT, STATE = *range(6), 7
 LAUNCHES anything; the others are zero between launches."""
 REPORT_SIZE = 2
 VERSION, POISONED, ABORTED = range(3)
-"""Words of an inbox before its flags. ABORTED and the word behind it are an attempt that the host gives up: what waits
-in it ends."""
+"""Words of an inbox before its flags. POISONED is set from *ready*, which lets others write, until *finish* has all of
+it. ABORTED and the word behind it are an attempt that the host gives up: what waits in it ends."""
 (
     N_TILES,
     DEADLINE_MS,

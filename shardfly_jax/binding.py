@@ -47,7 +47,7 @@ class Binding:
       structure: Trees of this structure need no name resolved.
       expected: Of each leaf that the plan reads, by its number.
       whole: Those among them that are on a single device, and so their own only shard.
-      cut: The others, and the devices whose shards of them are read.
+      cut: The others, and which of their shards in this process are read.
       places: Of source shards among the arrays of `shards_of`.
       devices: Of each rank that holds a source shard.
       ranges: Per memory, the keys of the source shards in it, their places, and their sizes in bytes.
@@ -57,7 +57,7 @@ class Binding:
     structure: Any
     expected: dict[int, Expected]
     whole: tuple[int, ...]
-    cut: tuple[tuple[int, tuple[jax.Device, ...]], ...]
+    cut: tuple[tuple[int, tuple[int, ...]], ...]
     places: dict[Key, int]
     devices: dict[int, jax.Device]
     ranges: dict[str, tuple[list[Key], np.ndarray, np.ndarray]]
@@ -67,16 +67,22 @@ class Binding:
 def shards_of(leaves: list[Any], binding: Binding) -> Sources:
     """The single-device array of every source shard."""
     arrays = [leaves[k] for k in binding.whole]
-    for k, devices in binding.cut:
-        by_device = {shard.device: shard.data for shard in leaves[k].addressable_shards}
-        arrays += [by_device[device] for device in devices]
+    for k, shards in binding.cut:
+        leaf = leaves[k]
+        if leaf.is_fully_replicated:  # `addressable_data` would return the first one for all
+            arrays += [leaf.addressable_shards[shard].data for shard in shards]
+        else:
+            arrays += [leaf.addressable_data(shard) for shard in shards]
     return Sources(binding.places, arrays)
 
 
-def ready_shards(leaves: list[Any], binding: Binding, *, keep: bool = False) -> tuple[Sources, list[np.ndarray]]:
+def ready_shards(
+    leaves: list[Any], binding: Binding, *, computed: bool = False, keep: bool = False
+) -> tuple[Sources, list[np.ndarray]]:
     """As `shards_of`, once they are computed.
 
     Args:
+      computed: Whether they are known to be, unless they were deleted.
       keep: Whether their memory shall outlive a donation, on CPU devices.
 
     Returns:
@@ -87,7 +93,10 @@ def ready_shards(leaves: list[Any], binding: Binding, *, keep: bool = False) -> 
     """
     try:
         arrays = shards_of(leaves, binding)
-        jax.block_until_ready(arrays.arrays)
+        if computed:
+            _ = arrays.addresses  # which a deleted array does not tell
+        else:
+            jax.block_until_ready([leaves[k] for k in binding.expected])  # fewer than their shards
         return arrays, hold(arrays.arrays) if keep else []
     except (RuntimeError, ValueError) as error:  # JAX's for a deleted array, and for one whose computation failed
         found, says_so = _deleted(leaves, binding), _DELETED.search(str(error))
@@ -258,6 +267,7 @@ def _resolve(params_: Any, session: Session) -> Binding:
     if faults:
         raise _mismatch(faults)
     devices = {key[2]: device for want in expected.values() for key, device in want.keys}
+    order = {k: [shard.device for shard in leaves[k].addressable_shards] for k in expected}
     whole = [k for k, want in expected.items() if len(want.sharding.device_set) == 1]
     cut = [k for k, want in expected.items() if len(want.sharding.device_set) > 1]
     at = {key: place for place, k in enumerate(whole) for key, _ in expected[k].keys}
@@ -267,7 +277,7 @@ def _resolve(params_: Any, session: Session) -> Binding:
         structure=structure,
         expected=expected,
         whole=tuple(whole),
-        cut=tuple((k, tuple(device for _, device in expected[k].keys)) for k in cut),
+        cut=tuple((k, tuple(order[k].index(device) for _, device in expected[k].keys)) for k in cut),
         places=at,
         devices=devices,
         ranges=_ranges(expected, families, at),

@@ -297,10 +297,19 @@ class Session:
         for owner in self.owners.values():
             owner.check_alive()
 
-    def wait_for_readers(self) -> None:
-        """Blocks until what was queued before and reads the buffers has ended, unless the update runs behind it."""
-        if self.executor is None or not self.executor.in_order:
-            wait_for_readers({shard.device for shard in self.buffers.values()})
+    def wait_for_readers(self, sources: Iterable[jax.Device] = ()) -> bool:
+        """Blocks until what was queued before and reads the buffers has ended, unless the update runs behind it.
+
+        Args:
+          sources: Devices of arrays that shall have been computed too.
+
+        Returns:
+          Whether everything on the devices of `sources` has been computed, without an error; False if that is unknown.
+        """
+        if self.executor is not None and self.executor.in_order:
+            wait_for_readers(set())  # copies to the host are not among what it runs behind
+            return False
+        return wait_for_readers({shard.device for shard in self.buffers.values()}.union(sources))
 
     def make_executor(self, source_devices: Mapping[int, jax.Device]) -> None:
         """Prepares the plan for a trainer whose ranks are on these devices."""

@@ -114,9 +114,11 @@ def _prepare(params: Any, session: Session, progress: Callable[[int], None] | No
 
     def run() -> Any:
         try:
-            arrays, kept = ready_shards(leaves, binding, keep=not wait)
+            computed = wait and session.wait_for_readers(binding.devices.values())  # sources are asked once for both
+            arrays, kept = ready_shards(leaves, binding, computed=computed, keep=not wait)
             check_addresses(session, binding, arrays)
-            session.wait_for_readers()
+            if not computed:
+                session.wait_for_readers()
             with session.attempting():
                 finish = executor.start(arrays, None if progress is None else session.guarded(progress))
                 handles = session.handles() if wait else None  # made while the update runs

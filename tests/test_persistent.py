@@ -24,7 +24,7 @@ from gpu_scene import (
     raw,
     small_model,
 )
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, SingleDeviceSharding
 
 import shardfly_jax as sf
 from shardfly_jax.sharding.formats import np_dtype
@@ -249,6 +249,20 @@ def addresses_of(params: Any, plan: sf.Plan) -> np.ndarray:
 
     sources = bound_sources(params, plan)
     return np.array([sources.address(key) for key in executor_of(plan).moving], np.uint64)
+
+
+def test_a_copy_to_the_host_that_was_begun_before_sync_has_the_old_weights() -> None:
+    gpu, cpu = gpus()[0], jax.local_devices(backend="cpu")[0]
+    place = SingleDeviceSharding(gpu)
+    tree = {f"w{k}": jax.ShapeDtypeStruct((8192, 8192), jnp.float32, sharding=place) for k in range(4)}
+    plan = sf.register(sf.make_plan(tree, tree), executor="persistent")
+    out = sf.sync({name: jnp.zeros(want.shape, want.dtype, device=gpu) for name, want in tree.items()}, plan)
+    for value in range(1, 4):
+        new = {name: jnp.full(want.shape, value, want.dtype, device=gpu) for name, want in tree.items()}
+        jax.block_until_ready(new)
+        copies = jax.device_put(out, cpu)
+        out = sf.sync(new, plan)
+        assert all((np.asarray(copy) == value - 1).all() for copy in copies.values()), value
 
 
 def test_computations_queued_before_sync_see_the_old_weights_and_later_ones_the_new(model: tuple[Any, sf.Plan]) -> None:

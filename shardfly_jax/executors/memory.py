@@ -162,18 +162,27 @@ def hold(arrays: Iterable[jax.Array]) -> list[np.ndarray]:
     return [np.asarray(fresh_handle(array)) for array in on_cpu]
 
 
-def wait_for_readers(devices: set[jax.Device]) -> None:
-    """Blocks until computations that may read arrays on these devices have ended: all of their platform.
+def wait_for_readers(devices: set[jax.Device]) -> bool:
+    """Blocks until computations that may read arrays on these devices have ended: all of their platform, and copies.
 
     JAX does not say which computations read a buffer, but whatever they compute is alive and not ready, or has gone and
     matters to nobody; effects (callbacks, prints) have their own fence. Errors of others' computations are theirs.
+
+    Returns:
+      Whether all arrays there, and those on CPU devices, have been computed without an error.
     """
     jax.effects_barrier()
-    for platform in {device.platform for device in devices}:
-        alive = jax.live_arrays(platform)
+    well = True
+    for platform in {device.platform for device in devices} | {"cpu"}:  # copies to the host are there
+        try:
+            alive = jax.live_arrays(platform)
+        except RuntimeError:  # JAX_PLATFORMS leaves the CPU out
+            continue
         try:
             jax.block_until_ready(alive)
         except (RuntimeError, ValueError):  # somebody's, so wait for each of the others
+            well = False
             for array in alive:
                 with contextlib.suppress(RuntimeError, ValueError):
                     array.block_until_ready()
+    return well

@@ -137,6 +137,7 @@ class PersistentExecutor:
         self.deadline_ms = DEADLINE_MS
         self.in_order = len(jax.local_devices(backend="gpu")) == 1  # copies to other GPUs have streams of their own
         self._session, self._epoch, self._version = secrets.randbits(32), 0, 0
+        self._announced: int | None = None  # epoch of the attempt whose *ready* was launched ahead
         self._order: tuple[Mapping[Key, int], np.ndarray] | None = None  # of what is moving among sources
         placed: dict[int, Hashable] = dict(others.places) if others is not None else {}
         placed |= dict(source_devices) | {key[2]: shard.device for key, shard in buffers.items()}
@@ -197,19 +198,29 @@ class PersistentExecutor:
     def start(self, sources: Sources, progress: Callable[[int], None] | None = None) -> Callable[[], None]:
         """Launches every phase; see `Executor`.
 
+        On several devices *ready* of the next update goes along, behind *finish*. What is queued on them until then is
+        waited for by `Session.wait_for_readers`.
+
         Raises:
           SyncTimeout: A phase waited for another one beyond the deadline, from what is returned.
           NotFinite: A tensor to be quantized holds NaN or infinity, from what is returned.
         """
-        attempt = self._attempt() if len(self.devices) == 1 else self.begin()
+        alone = len(self.devices) == 1
+        attempt = self._attempt(self._announced) if alone or self._announced is not None else self.begin()
+        self._announced = None
         if self._order is None or self._order[0] is not sources.places:
             places = [sources.places[key] for key in self.moving if not isinstance(key, Inbox)]  # none moves here
             self._order = sources.places, np.array(places, np.int64)
         started = self._start(self._launches, attempt, sources.addresses[self._order[1]].view(np.uint64))
+        following = None if alone else self._attempt()
+        if following is not None:
+            self.ready(following)  # on every device behind its *finish*, so that the next update need not wait for it
         alive = [sources]  # until the kernels have ended
 
         def wait() -> None:
             self._end(started.outcomes())
+            if following is not None:  # after a fault it counts for nothing, as it has to run when all else has ended
+                self._announced = following.epoch
             alive.clear()
             if progress is not None:
                 progress(self.plan.target_nbytes)
@@ -234,6 +245,7 @@ class PersistentExecutor:
 
         On a single device it returns at once, as what is launched there afterwards runs afterwards.
         """
+        self._announced = None
         attempt = self._attempt()
         ready = self.ready(attempt)
         if len(self.devices) > 1:
@@ -254,9 +266,11 @@ class PersistentExecutor:
         taken = np.fromiter(map(addresses.__getitem__, self.moving), np.uint64, len(self.moving))
         return self._start(self._launches, attempt, taken)
 
-    def _attempt(self) -> Attempt:
-        self._epoch += 1
-        return Attempt(self._session, self._epoch, self._version + 1, self.deadline_ms)
+    def _attempt(self, epoch: int | None = None) -> Attempt:
+        """An attempt of the next epoch, or of one whose *ready* was launched ahead."""
+        if epoch is None:
+            self._epoch = epoch = self._epoch + 1
+        return Attempt(self._session, epoch, self._version + 1, self.deadline_ms)
 
     def _start(self, launches: Sequence[Launch], attempt: Attempt, addresses: np.ndarray | None = None) -> Started:
         given = np.zeros(0, np.uint64) if addresses is None else addresses

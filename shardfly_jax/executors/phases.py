@@ -1,10 +1,11 @@
 """The phases of an update, as work for each device: who waits for whom, who tells whom.
 
 *ready* runs on every device with rollout buffers or slots, behind the computations that were queued there before: it
-zeroes the arrival counters and the slots, and lets the writers write. *send* runs on every device with trainer shards,
-launched once every other device's *ready* has run, and moves; what it has written to its own device it forwards from
-there. *finish* runs on the rollouts' devices again: it forwards what else arrives, waits until everything has, and
-notes the version.
+zeroes the arrival counters and the slots, and lets the writers write. Where one process has several devices it is
+launched with the update before, behind its *finish*, and the process itself waits for what is queued afterwards: a
+launch and the answer take a millisecond. *send* runs on every device with trainer shards, and moves; what it has
+written to its own device it forwards from there. *finish* runs on the rollouts' devices again: it forwards what else
+arrives, waits until everything has, and notes the version.
 """
 
 from __future__ import annotations
