@@ -152,7 +152,8 @@ def test_updates_allocate_nothing_and_compile_nothing(model: tuple[Any, sf.Plan]
     assert in_use == 0
     assert most <= 2 * launch._numbers.nbytes, "but for the numbers of a launch"
     probe = jax.device_put(np.zeros(1 << 20, np.uint8), gpu).block_until_ready()
-    assert (on_gpu.memory(gpu) - before)[1] >= probe.nbytes, "what is allocated for a moment is seen"
+    seen = (on_gpu.memory(gpu) - before)[1]
+    assert seen > probe.nbytes - on_gpu.SMALLEST_NBYTES, "what is allocated for a moment is seen"
     del held
     assert compiled == launch.kernels._cache_size()
 

@@ -90,7 +90,8 @@ def test_a_torch_process_serves_every_update_right_behind_it_also_from_a_capture
                 ordinary = loaded(hugging, QWEN3, ck, tmp_path / str(step), "cuda:0")
                 want = numbers(Forward(torch, ordinary, tokens).logits())
                 assert np.isfinite(want).all()
-                assert answer["after"] == want, (step, how)
+                is_old = answer["after"] == before
+                assert answer["after"] == want, f"step {step}, {how}: {'the old weights' if is_old else 'a mixture'}"
                 assert answer.get("before", before) == before, "what was queued before the update saw the new weights"
                 assert want != before
                 before = want

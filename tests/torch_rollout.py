@@ -115,7 +115,7 @@ def main() -> None:
                 before = run()
                 sf.receive(plan, stream=stream)
                 after = run()  # right behind
-            answer = {"before": numbers(before), "after": numbers(after)}
+                answer = {"before": numbers(before), "after": numbers(after)}  # on this stream too: no other waits
         print(json.dumps(answer), flush=True)
 
 
