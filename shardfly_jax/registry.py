@@ -65,7 +65,7 @@ def register(
         complete update, unless the plan was registered before and they are known to hold a whole version of it.
       placement: Device of each rollout rank, counted from 0 through all target trees (the plan-wide number less
         `plan.source_ranks`), where the target's mesh does not say; several ranks may share one. By default ranks take
-        this process' devices in turn.
+        this process' devices in turn; in a world of NVSHMEM its one GPU.
       executor: `persistent`, `portable`, or `auto`: the persistent kernel where it can run (see `why_not_persistent`).
         In a world `auto` takes the only one that there is: `persistent` between GPUs, else `portable`.
       world: From `connect`, where ranks of the plan live in other processes.
@@ -92,7 +92,7 @@ def register(
             raise RegistrationError(f"registration: executor is {executor!r}, but one of {list(EXECUTORS)} is needed.")
         held = held_ranks(plan, world, ranks)
         trees = trees_here(plan, held)
-        devices = placed(plan, trees, placement, held)
+        devices = placed(plan, trees, placement, held, devices_of(world))
         before = plan.session if world is not None else None
         if before is not None and before.digest != plan.digest:
             before = None
@@ -259,13 +259,21 @@ def check_placement(placement: Any) -> None:
         raise RegistrationError(f"registration: placement is a {type(placement).__name__}. Give a dict or a function.")
 
 
-def placed(plan: Plan, trees: list[str], placement: Any, held: frozenset[int]) -> dict[str, dict[int, jax.Device]]:
+def devices_of(world: World | MpiWorld | None) -> Sequence[jax.Device]:
+    """What the ranks of this process may be on."""
+    return jax.local_devices() if world is None else world.devices
+
+
+def placed(
+    plan: Plan, trees: list[str], placement: Any, held: frozenset[int], devices: Sequence[jax.Device]
+) -> dict[str, dict[int, jax.Device]]:
     """Device of each rank of this process, per tree, by rank counted from the tree's first.
+
+    Ranks of which neither the plan nor `placement` says so take `devices` in turn.
 
     Raises:
       RegistrationError: `placement` is no placement, or names no device for some rank.
     """
-    local = jax.local_devices()
     check_placement(placement)
     out: dict[str, dict[int, jax.Device]] = {}
     turn = 0
@@ -285,6 +293,6 @@ def placed(plan: Plan, trees: list[str], placement: Any, held: frozenset[int]) -
                     raise RegistrationError(
                         f"registration: placement names no device for rollout rank {number}. Name one for every rank."
                     )
-            out[name][rank] = device or local[turn % len(local)]
+            out[name][rank] = device or devices[turn % len(devices)]
             turn += 1
     return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from shardfly_jax.registry import (
     activated,
     allocator,
     check_placement,
+    devices_of,
     held_ranks,
     open_session,
     owners_of,
@@ -108,7 +109,8 @@ def rescale(
         check_placement(placement)
         held = held_ranks(new, world, ranks)
         pairs = _pairs(old, new, held, placement)
-        devices = placed(new, trees_here(new, held), _places(old, new, held, pairs, placement), held)
+        local = devices_of(world)
+        devices = placed(new, trees_here(new, held), _places(old, new, held, pairs, placement, local), held, local)
         estate = _Estate(old, new, pairs)
         if owner is None:
             kept = {name: _owner(estate, name, held) for name in devices}
@@ -165,19 +167,24 @@ def _pairs(old: Session, new: Plan, held: frozenset[int], placement: Any) -> dic
 
 
 def _places(
-    old: Session, new: Plan, held: frozenset[int], pairs: Mapping[int, int], placement: Any
+    old: Session,
+    new: Plan,
+    held: frozenset[int],
+    pairs: Mapping[int, int],
+    placement: Any,
+    devices: Sequence[jax.Device],
 ) -> dict[int, jax.Device]:
-    """A device for each rollout rank of this process, by rank counted from the first rollout."""
+    """A device for each rollout rank of this process, by rank counted from the first rollout: one of `devices` where
+    neither `placement` nor the old session says one."""
     device_of = _device_of(old)
     places: dict[int, jax.Device | None] = {}
     for rank, tree in _tree_of(new, held).items():
         wanted = _wanted(new, rank, tree, placement)
         places[rank] = wanted if wanted is not None else device_of.get(pairs.get(rank, -1))
     busy = Counter(places.values())
-    local = jax.local_devices()
     for rank, device in places.items():
         if device is None:
-            places[rank] = min(local, key=lambda d: busy[d])
+            places[rank] = min(devices, key=lambda d: busy[d])
             busy[places[rank]] += 1
     return {rank - new.source_ranks: device for rank, device in places.items() if device is not None}
 

@@ -18,6 +18,7 @@ from host_gpu import UNIT, Driver
 from test_mpi import CHECKS, QUANTIZED_CHECKS, check_ended, check_passed
 
 import shardfly_jax as sf
+from shardfly_jax import registry
 from shardfly_jax.buffers import Wanted
 from shardfly_jax.transports import choice, vmm
 
@@ -99,6 +100,16 @@ def world(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for name in set(sys.modules) - before:
         if name.startswith("shardfly_jax.worlds."):  # they know the stubs
             del sys.modules[name]
+
+
+@pytest.mark.skipif(len(jax.devices("cpu")) < 2, reason="needs two devices")
+def test_ranks_are_on_the_process_one_gpu_unless_placed_elsewhere(world: Any) -> None:
+    tree = {"w": sf.Layout((4,), "float32", {rank: [(0, 4)] for rank in range(3)})}
+    plan = sf.make_plan({"w": sf.Layout((4,), "float32", {0: [(0, 4)]})}, tree)
+    places = registry.placed(plan, ["rollout"], None, frozenset(range(1, 4)), registry.devices_of(world))
+    assert places == {"rollout": dict.fromkeys(range(3), world.gpu)}
+    spread = registry.placed(plan, ["rollout"], None, frozenset(range(1, 4)), jax.devices("cpu")[:2])
+    assert len(set(spread["rollout"].values())) == 2
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs CPU devices, as host memory is written")

@@ -113,6 +113,11 @@ class MpiWorld:
 
         return MpiPart(session, self)
 
+    @property
+    def devices(self) -> Sequence[jax.Device]:
+        """As of `World`."""
+        return jax.local_devices()
+
     def allocator(self, devices: Sequence[jax.Device]) -> Callable[[Sequence[Wanted]], list[jax.Array]]:
         """What makes the buffers of a plan: ordinary memory."""
         return zeros

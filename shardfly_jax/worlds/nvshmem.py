@@ -93,6 +93,11 @@ class NvshmemWorld(MpiWorld):
     def _new_part(self, session: Session) -> MpiPart:
         return NvshmemPart(session, self)
 
+    @property
+    def devices(self) -> Sequence[jax.Device]:
+        """The one GPU."""
+        return (self.gpu,)
+
     def allocator(self, devices: Sequence[jax.Device]) -> Callable[[Sequence[Wanted]], list[jax.Array]]:
         """What makes the buffers of a plan: on the symmetric heap."""
         if other := sorted({str(device) for device in devices if device != self.gpu}):

@@ -99,6 +99,11 @@ class World:
             return GpuPart(session, self, transport, passed_over)
         return Part(session, self, transport, passed_over)
 
+    @property
+    def devices(self) -> Sequence[jax.Device]:
+        """What ranks of this process are on, in turn, where nobody says so."""
+        return jax.local_devices()
+
     def allocator(self, devices: Sequence[jax.Device]) -> Callable[[Sequence[Wanted]], list[jax.Array]]:
         """What makes the buffers of a plan on some devices. Raises as `part_of`."""
         self._check_open()
