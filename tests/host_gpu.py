@@ -303,16 +303,21 @@ class Kernel:
 
 
 class Report:
-    """What a launch writes once it has ended, behind the launches before it."""
+    """What a launch writes once it has ended, behind the launches before it.
+
+    Args:
+      inbox: Of its device.
+      fetch: Makes its kernels of the numbers as they are when it begins.
+    """
 
     lanes: dict[int, Report] = {}  # noqa: RUF012
     """The last launch of the device to which each inbox belongs."""
 
-    def __init__(self, kernels: Sequence[Kernel]):
-        self._kernels, self._before = kernels, self.lanes.get(kernels[0].inbox)
+    def __init__(self, inbox: int, fetch: Callable[[], Sequence[Kernel]]):
+        self._fetch, self._before = fetch, self.lanes.get(inbox)
         self._words: list[int] = []
         self._error: BaseException | None = None
-        self.lanes[kernels[0].inbox] = self
+        self.lanes[inbox] = self
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -321,7 +326,9 @@ class Report:
         if before is not None:
             before._thread.join()
         try:
-            for kernel in self._kernels:
+            kernels = self._fetch()
+            self.numbers = kernels[0].words
+            for kernel in kernels:
                 self._words += kernel.run()
         except BaseException as error:
             self._error = error
@@ -342,10 +349,12 @@ class Report:
 def jitted(kernels: tuple[tuple[Any, ...], ...], device: jax.Device) -> Callable[..., tuple[Report, Any]]:
     """As `launches._jitted`."""
 
-    def launch(tables: list[jax.Array], numbers: np.ndarray, state: Any) -> tuple[Report, Any]:
-        words = numbers.view(np.uint32)
-        made = [Kernel(one, np.asarray(table), words) for one, table in zip(kernels, tables, strict=True)]
-        return Report(made), state
+    def launch(tables: list[jax.Array], given: jax.Array, state: Any) -> tuple[Report, Any]:
+        def fetch() -> list[Kernel]:
+            words = words_at(given.unsafe_buffer_pointer(), given.size).copy()
+            return [Kernel(one, np.asarray(table), words) for one, table in zip(kernels, tables, strict=True)]
+
+        return Report(fetch()[0].inbox, fetch), state
 
     return launch
 

@@ -35,6 +35,7 @@ from threaded_world import (
 
 import shardfly_jax as sf
 from shardfly_jax.executors.persistent import Started
+from shardfly_jax.pallas_kernels import launch_words as lw
 from shardfly_jax.worlds.gpu_part import GpuPart
 from shardfly_jax.worlds.gpu_run import GpuRun
 
@@ -61,6 +62,27 @@ def test_processes_that_hold_trainers_and_rollouts_write_to_themselves_and_other
     with Processes(rendezvous, [0, 4], [1, 2, 3], [5]) as processes:
         for seed in range(3):
             check_update(processes, seed)
+
+
+def test_a_launch_that_is_still_queued_keeps_its_numbers(driver: host_gpu.Driver, rendezvous: Any) -> None:
+    """The next one is given others: a *ready* that was given up must not say that the next attempt may begin."""
+    with Processes(rendezvous, *SPREAD) as processes:
+        check_update(processes, 1)
+        executor = part_of(processes[2]).session.executor
+        (ready,) = executor.ready(executor._attempt())._launches
+        number = ready.works[0]._device
+        at = executor.inboxes[number].unsafe_buffer_pointer()
+        ready._report.block_until_ready()
+        queue, go = host_gpu.Report.lanes[at], threading.Event()
+        queue._thread = threading.Thread(target=go.wait)  # the device is busy
+        queue._thread.start()
+        first, second = (executor._attempt() for _ in range(2))
+        reports = [ready.start(attempt, np.zeros(0, np.uint64)) for attempt in (first, second)]
+        go.set()
+        for report, attempt in zip(reports, (first, second), strict=True):
+            report.block_until_ready()
+            assert int(report.numbers[lw.EPOCH]) == attempt.epoch
+        assert host_gpu.flag_at(at + 4 * executor.ready_word(number)).value >> 32 == second.epoch
 
 
 def test_nothing_is_mapped_or_made_anew_while_the_same_processes_meet(driver: host_gpu.Driver, rendezvous: Any) -> None:
