@@ -203,7 +203,7 @@ def measure(
         row["ready_secs"] = timed(running.begin)
     check(params, plan, built)
     if executor == "persistent":
-        row |= kernels(lambda: sf.sync(params, plan))
+        row |= kernels(lambda: (sf.sync(params, plan), settle(devices[: case.gpus])))
     if case.sweeps and executor == "persistent":
         row["sweep"] = sweep(params, plan, built, running, sources)
     del built
@@ -212,6 +212,15 @@ def measure(
     topology = preset("h200", gpus_per_host=max(case.gpus, 2), gpu_of_rank=case.places)
     row["predicted_secs"] = plan.simulate(topology).secs
     return row
+
+
+def settle(devices: Sequence[jax.Device]) -> None:
+    """Waits until nothing runs on some GPUs, *ready* of the next update neither."""
+    from cuda.bindings import runtime
+
+    for device in devices:
+        links.check(runtime.cudaSetDevice(device.local_hardware_id))
+        links.check(runtime.cudaDeviceSynchronize())
 
 
 def kernels(update: Callable[[], Any]) -> dict[str, Any]:

@@ -178,9 +178,11 @@ def _summary(plan: Plan, traffic: np.ndarray, topology: Topology | None, assumed
         + (f"; {bytes_text(filled)} are fills" if filled else ""),
     )
     times = f" ({broadcast / egress:.3g}x)" if egress else ""
+    themselves = ", as trainers send to several replicas themselves" if egress > 1.01 * plan.distinct_nbytes else ""
     out.add_row(
         "trainer egress",
-        f"{bytes_text(egress)}; one broadcast of everything to every replica costs {bytes_text(broadcast)}{times}",
+        f"{bytes_text(egress)}{themselves}; "
+        f"one broadcast of everything to every replica costs {bytes_text(broadcast)}{times}",
     )
     out.add_row(
         "staging",

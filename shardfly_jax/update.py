@@ -114,10 +114,11 @@ def _prepare(params: Any, session: Session, progress: Callable[[int], None] | No
 
     def run() -> Any:
         try:
-            computed = wait and session.wait_for_readers(binding.devices.values())  # sources are asked once for both
+            # sources among what it waits for need not be asked again; in the background they are kept first
+            computed = wait and session.wait_for_readers(binding.devices.values())
             arrays, kept = ready_shards(leaves, binding, computed=computed, keep=not wait)
             check_addresses(session, binding, arrays)
-            if not computed:
+            if not wait:
                 session.wait_for_readers()
             with session.attempting():
                 finish = executor.start(arrays, None if progress is None else session.guarded(progress))

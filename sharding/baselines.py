@@ -23,7 +23,7 @@ def gather_broadcast_secs(plan: Plan, needs: Needs, topology: Topology) -> float
     `update_weights_from_distributed`.
     """
     rows = measured()
-    model = needs.egress_nbytes or int(needs.memory_nbytes.sum())
+    model = plan.distinct_nbytes
     nccl = 16_381_470_720 / rows["nccl_wire"]["secs"]
     trainers = np.unique(topology.gpu(np.arange(plan.source_ranks)))
     hosts, n = np.unique(trainers // topology.gpus_per_host), len(trainers)

@@ -1,8 +1,9 @@
-"""The time that no plan can beat on a topology, if it sends what ranks need alike from the trainers once.
+"""The time that no plan can beat on a topology.
 
-Cuts through the links, whatever the routes: what a host needs must enter it through the NICs of its GPUs; all that its
-GPUs need enters them through their NICs or over NVLink from GPUs of the host; what the trainers hold must leave them;
-what a GPU needs must enter it. The largest is the bound.
+Cuts through the links, whatever the routes: what a host needs and no trainer there has must enter it through the NICs
+of its GPUs; all that its GPUs need enters them through their NICs or over NVLink from GPUs of the host; what the
+trainers hold must leave them, what ranks need alike once at least; what a GPU needs must enter it. The largest is the
+bound. Ranks need alike what is the same box of the same value.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Needs:
     Attributes:
       egress_nbytes: Distinct bytes that leave the trainers.
       gpu_nbytes: [gpus]; what each GPU receives from other GPUs.
-      host_nbytes: [hosts]; distinct bytes that each host's GPUs receive.
+      host_nbytes: [hosts]; distinct bytes that each host's GPUs receive and no trainer there sends.
       memory_nbytes: [gpus]; bytes copied within each GPU, read and written counted once.
     """
 
@@ -55,19 +56,36 @@ def needs_of(plan: Plan, topology: Topology) -> Needs:
     real = moves.source_rank >= 0
     inside = real & (topology.link(np.maximum(moves.source_rank, 0), moves.target_rank) == MEMORY)
     wire = np.nonzero(real & ~inside)[0]
-    host = gpu[wire] // topology.gpus_per_host
-    # each member of a band receives all of it: what a host receives over how many of its GPUs do is distinct
-    band = moves.band[wire].astype(np.int64)
-    cell, first = np.unique(band * hosts + host, return_inverse=True)
-    received = np.bincount(first, nbytes[wire])
-    receivers = np.bincount(np.unique(first * gpus + gpu[wire]) // gpus)
-    distinct = np.where(cell // hosts >= 0, received / receivers, received)
+    host, sender = gpu // topology.gpus_per_host, topology.host_of(np.maximum(moves.source_rank, 0))
+    # what a host lacks: of a band what one of its ranks receives, less what trainers there send of it to anybody
+    band, banded = moves.band.astype(np.int64), real & (moves.band >= 0)
+    arrives = banded & (moves.source_rank != moves.target_rank)
+    of_rank, got = _sums(band[arrives] * plan.ranks + moves.target_rank[arrives], nbytes[arrives])
+    here = topology.host_of(of_rank % plan.ranks)
+    lacking: dict[int, float] = {}
+    for key, size in zip((of_rank // plan.ranks * hosts + here).tolist(), got.tolist(), strict=True):
+        lacking[key] = max(lacking.get(key, 0.0), size)
+    begins = banded & (moves.hop == 0)
+    for key, size in zip(
+        *(x.tolist() for x in _sums(band[begins] * hosts + sender[begins], nbytes[begins])), strict=True
+    ):
+        if key in lacking:
+            lacking[key] = max(lacking[key] - size, 0.0)
+    alone = real & ~banded & (sender != host)
+    host_nbytes = np.bincount(host[alone], nbytes[alone], minlength=hosts).astype(float)
+    np.add.at(host_nbytes, np.array([*lacking], np.int64) % hosts, np.array([*lacking.values()]))
     return Needs(
-        egress_nbytes=int(nbytes[wire][moves.source_rank[wire] < plan.source_ranks].sum()),
+        egress_nbytes=min(int(nbytes[wire][moves.source_rank[wire] < plan.source_ranks].sum()), plan.distinct_nbytes),
         gpu_nbytes=np.bincount(gpu[wire], nbytes[wire], minlength=gpus),
-        host_nbytes=np.bincount(cell % hosts, distinct, minlength=hosts),
+        host_nbytes=host_nbytes,
         memory_nbytes=np.bincount(gpu[inside], nbytes[inside], minlength=gpus),
     )
+
+
+def _sums(key: np.ndarray, nbytes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each key once, and its bytes."""
+    keys, which = np.unique(key, return_inverse=True)
+    return keys, np.bincount(which, nbytes, minlength=len(keys))
 
 
 def bound_of(plan: Plan, needs: Needs, topology: Topology, stores: Stores | None) -> Bound:
@@ -94,14 +112,15 @@ def bound_of(plan: Plan, needs: Needs, topology: Topology, stores: Stores | None
         cuts.append((float(needs.memory_nbytes.max()) / memory, "copies within a GPU"))
     total = float(needs.gpu_nbytes.sum())
     if together and not np.isin(trainers, rollouts).any():
-        forwarded = total - needs.egress_nbytes
-        cuts.append(((total + forwarded * (one / both - 1)) / (len(rollouts) * one), "NVLink of the rollouts"))
-    for host in rollout_hosts[~np.isin(rollout_hosts, trainer_hosts)].tolist():
-        here = np.count_nonzero(rollouts // per_host == host)
-        needed = float(needs.gpu_nbytes[host * per_host : (host + 1) * per_host].sum())
-        cuts += [
-            (float(needs.host_nbytes[host]) / (here * nic), f"NIC ingress of host {host}"),
-            (needed / (here * (both + nic)), f"NVLink and NICs of host {host}"),
-        ]
+        # what fewer trainers than rollouts cannot send themselves meanwhile is passed on, which slows links down
+        slower = one / both - 1 if len(trainers) < len(rollouts) else 0.0
+        rate = one * (len(rollouts) + slower * len(trainers))
+        cuts.append((total * (1 + slower) / rate, "NVLink of the rollouts"))
+    for host in rollout_hosts.tolist() if nic else ():
+        here = np.count_nonzero(np.union1d(rollouts, trainers) // per_host == host)
+        cuts.append((float(needs.host_nbytes[host]) / (here * nic), f"NIC ingress of host {host}"))
+        if host not in trainer_hosts:
+            needed = float(needs.gpu_nbytes[host * per_host : (host + 1) * per_host].sum())
+            cuts.append((needed / (here * (both + nic)), f"NVLink and NICs of host {host}"))
     secs, why = max(cuts)
     return Bound(secs=secs, why=why)

@@ -11,6 +11,7 @@ import json
 import math
 import zipfile
 import zlib
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -139,7 +140,8 @@ class Plan:
 
     @cached_property
     def egress_nbytes(self) -> int:
-        """Bytes that the trainers send to rollouts: each distinct byte once, whatever the number of replicas."""
+        """Bytes that the trainers send to rollouts: each distinct byte once, whatever the number of replicas, unless a
+        topology lets trainers send to more of them themselves (`parting`)."""
         return int(self.traffic()[: self.source_ranks, self.source_ranks :].sum())
 
     @cached_property
@@ -151,15 +153,27 @@ class Plan:
     @cached_property
     def broadcast_nbytes(self) -> int:
         """Bytes that the trainers would send if they served every replica by itself, each distinct byte once."""
-        replica_of = {rank: replica.name for replica in self.replicas for rank in replica.ranks}
+        return sum(self._needed({rank: replica.name for replica in self.replicas for rank in replica.ranks}).values())
+
+    @cached_property
+    def distinct_nbytes(self) -> int:
+        """Bytes that rollouts need, those that several need alike counted once."""
+        return sum(self._needed(dict.fromkeys(range(self.ranks), "")).values())
+
+    def _needed(self, who: Mapping[int, str]) -> dict[tuple[Any, ...], int]:
+        """Bytes of each distinct box that somebody needs, by who it is, its meaning and its place.
+
+        Args:
+          who: Name of each rank; ranks of one name need their bytes once.
+        """
         needed: dict[tuple[Any, ...], int] = {}
         for index in self.target_families:
             family = self.families[index]
             for (box, _), ranks in family.layout.holders:
                 nbytes = math.prod(hi - lo for lo, hi in box) * family.layout.itemsize * family.count
-                for replica in {replica_of[rank] for rank in ranks}:
-                    needed[replica, family.expr, family.first, family.count, box, family.layout.dtype] = nbytes
-        return sum(needed.values())
+                for name in {who[rank] for rank in ranks}:
+                    needed[name, family.expr, family.first, family.count, box, family.layout.dtype] = nbytes
+        return needed
 
     @cached_property
     def target_nbytes(self) -> int:

@@ -4,13 +4,11 @@ Ranks that need the same value of the same expression in the same box form a *gr
 from the trainers, converted once; the others are fed along a route (`routes`). Roots rotate from layer to layer and
 band to band, so first-hop ingress spreads over the replicas; where hosts form trees, bands have a `pace`.
 
-Within one host there may be nothing to spread: if trainers can send to all members themselves, and no GPU sends more
-than another one has to receive, they do, and nothing is passed on. Links are slower while a GPU receives and passes on.
+Members that trainers reach as well as other members do are groups of their own (`parting`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import itertools
 import math
@@ -21,6 +19,7 @@ import numpy as np
 from shardfly_jax.sharding.groups import SMALLEST_BAND_NBYTES, Group, band_boxes, bands_of
 from shardfly_jax.sharding.layouts import Box, box_shape
 from shardfly_jax.sharding.pace import set_pace
+from shardfly_jax.sharding.parting import parted
 from shardfly_jax.sharding.problem import Problem
 from shardfly_jax.sharding.routes import fill_hops, roots_of
 from shardfly_jax.sharding.schedule import is_layered
@@ -44,8 +43,6 @@ UNEVEN_BANDS = 4
 """Bands for each root from which on some may have one more than others."""
 SMOOTH_ROWS = 1 << 18
 """Nor so that the forwards of one tensor on all ranks would be more rows than this."""
-ROUNDING = 1e-9
-"""Sums that are equal but for this are equal."""
 LATE_PERCENT = 25
 """The same for tensors outside the layers, which end before the last quarter of an update (see `schedule`)."""
 
@@ -80,8 +77,9 @@ def make_groups(problem: Problem, topology: Topology | None) -> list[Group]:
                 group.members.append((family_index, rank))
                 host_of_member.append(host)
         group.sizes = tuple(len(list(same)) for _, same in itertools.groupby(host_of_member))
-    if topology is not None and _may_send_to_all(groups, problem, topology):
-        groups = [alone for group in groups for alone in _members_alone(group)]
+    takes_turns = False
+    if topology is not None:
+        groups, takes_turns = parted(groups, problem, topology)
     held: dict[int, int] = {}
     for group in groups:
         for _, rank in group.members:
@@ -93,42 +91,15 @@ def make_groups(problem: Problem, topology: Topology | None) -> list[Group]:
         set_pace(groups, [is_layered(group, problem.families) for group in groups], topology)
     _choose_roots(groups)
     for group in groups:
-        if not group.is_paced:  # else they are set already
+        if takes_turns:  # what a trainer of the host sends and what comes from elsewhere lie in runs of bands
+            number = np.arange(len(group.bands))
+            group.turn = number % group.roots
+            group.round = number // group.roots * group.rounds // -(-len(number) // group.roots)
+        elif not group.is_paced:  # else they are set already
             runs = np.array_split(np.arange(len(group.bands)), group.roots)
             group.turn = np.repeat(np.arange(group.roots), [len(run) for run in runs])
             group.round = np.concatenate([(run - run[:1]) * group.rounds // len(runs[0]) for run in runs])
     return groups
-
-
-def _may_send_to_all(groups: Sequence[Group], problem: Problem, topology: Topology) -> bool:
-    """Whether all is in one host, and nothing is lost if trainers send to all members themselves.
-
-    Each of them is taken to hold an equal part of every tensor. What GPUs hold already does not cross links; ranks of
-    one GPU need their bytes once if they pass them on.
-    """
-    gpu = topology.gpu(np.arange(problem.source_ranks + problem.target_ranks))
-    trainers = np.unique(gpu[: problem.source_ranks])
-    if len(np.unique(gpu // topology.gpus_per_host)) > 1:
-        return False
-    part = np.zeros(int(gpu.max()) + 1)
-    part[trainers] = 1 / len(trainers)
-    sent, received = np.zeros_like(part), np.zeros_like(part)
-    for group in groups:
-        at = gpu[[rank for _, rank in group.members]]
-        nbytes = group.box_nbytes * group.n_layers
-        sent += nbytes * part * (len(at) - np.bincount(at, minlength=len(part)))
-        received[np.unique(at)] += nbytes * (1 - part[np.unique(at)])
-    return bool(sent.max() <= received.max() * (1 + ROUNDING))
-
-
-def _members_alone(group: Group) -> list[Group]:
-    """A group of its own for each member, with its twins."""
-    return [
-        dataclasses.replace(
-            group, members=[member], sizes=(1,), twins=[(0, family) for of, family in group.twins if of == number]
-        )
-        for number, member in enumerate(group.members)
-    ]
 
 
 def _is_dense(box: Box, strides: Sequence[int]) -> bool:
@@ -203,7 +174,7 @@ def choose_sources(
 ) -> np.ndarray:
     """Picks the trainer rank that serves each row: the least loaded holder, the lowest among equals.
 
-    With a topology, holders on the receiver's own host come first.
+    With a topology, holders on the receiver's own GPU come first, then those on its host.
 
     Args:
       shard_of_row: Index into `holders`; -1 for fills.
@@ -222,14 +193,16 @@ def choose_sources(
     top = max((max(ranks) for ranks in holders), default=0) + 1
     load = np.bincount(out[fixed], nbytes[fixed], minlength=top).astype(np.int64).tolist()
     ranks = np.arange(max(top, int(target_rank.max(initial=0)) + 1))
+    gpu_of = (topology.gpu(ranks) if topology else ranks * 0).tolist()
     host_of = (topology.host_of(ranks) if topology else ranks * 0).tolist()
     heaps: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for row in open_rows[np.argsort(-nbytes[open_rows], kind="stable")].tolist():
-        shard, host = int(shard_of_row[row]), host_of[target_rank[row]]
-        heap = heaps.get((shard, host))
+        shard, gpu, host = int(shard_of_row[row]), gpu_of[target_rank[row]], host_of[target_rank[row]]
+        heap = heaps.get((shard, gpu))
         if heap is None:
-            near = [rank for rank in holders[shard] if host_of[rank] == host] or list(holders[shard])
-            heap = heaps[shard, host] = [(load[rank], rank) for rank in near]
+            near = [rank for rank in holders[shard] if gpu_of[rank] == gpu]
+            near = near or [rank for rank in holders[shard] if host_of[rank] == host] or list(holders[shard])
+            heap = heaps[shard, gpu] = [(load[rank], rank) for rank in near]
             heapq.heapify(heap)
         while heap[0][0] != load[heap[0][1]]:  # loads only grow: refresh stale entries until the top is true
             heapq.heapreplace(heap, (load[heap[0][1]], heap[0][1]))

@@ -9,6 +9,7 @@ from checks import like, mesh, put
 
 import shardfly_jax as sf
 from shardfly_jax.sharding.layouts import Layout
+from shardfly_jax.sharding.topology import preset
 
 
 def trainer_and_rollout(rng: np.random.Generator, **shapes: tuple[int, ...]) -> tuple[dict, dict]:
@@ -112,7 +113,7 @@ def test_replica_names_that_would_be_mistaken_are_refused(names: list) -> None:
 
 def test_a_topology_may_be_named(rng: np.random.Generator) -> None:
     params, target = trainer_and_rollout(rng, w=(4, 2))
-    assert sf.make_plan(params, target, topology="h100") == sf.make_plan(params, target)
+    assert sf.make_plan(params, target, topology="h100") == sf.make_plan(params, target, topology=preset("h100"))
 
 
 def test_params_on_other_devices_are_told_apart_in_the_message(rng: np.random.Generator) -> None:

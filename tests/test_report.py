@@ -77,7 +77,7 @@ def test_a_small_plan_is_reported_to_the_byte() -> None:
 
 
 def test_the_sums_of_every_table_are_the_plans_own() -> None:
-    plan = qwen(rollout="vllm:tp=2,replicas=4", dtype="float32")  # which do not fit into the trainers' host
+    plan = qwen(rollout="vllm:tp=2,replicas=4", dtype="float32")  # two of them in the trainers' host
     text = plan.explain()
     sums = [line.split() for line in text.splitlines() if line.startswith("all  ")]
     written, payload = bytes_text(plan.target_nbytes).split(), bytes_text(plan.nbytes).split()
@@ -88,8 +88,12 @@ def test_the_sums_of_every_table_are_the_plans_own() -> None:
     assert found.alike.sum() + found.reordered.sum() == plan.target_nbytes
     assert words_of(text, "sum  ")[-1] == bytes_text(plan.nbytes, short=True)
     ours = 2 * (28 * (6144 + 4096 + 3072 + 2048) * 1024 + 28 * (2 * 1024 + 2 * 128) + 151936 * 1024 + 1024)
-    assert plan.egress_nbytes == ours == 1_192_099_840
-    assert "1.19 GB; one broadcast of everything to every replica costs 4.77 GB (4x)" in text
+    assert plan.distinct_nbytes == ours == 1_192_099_840
+    assert plan.egress_nbytes == 2 * ours, "to one rank of each host"
+    said = (
+        "2.38 GB, as trainers send to several replicas themselves; one broadcast of everything to every replica costs"
+    )
+    assert f"{said} 4.77 GB (2x)" in " ".join(text.split())
 
 
 def test_prediction_and_busiest_link_are_those_of_the_simulation() -> None:

@@ -304,7 +304,7 @@ def test_a_gpu_that_was_never_ready_is_not_written() -> None:
     executor: Any = plan.registered().executor
     before = {key: np.asarray(jnp.copy(shard.array)) for key, shard in plan.registered().buffers.items()}
     params = fresh_params(shapes)
-    executor._announced = None  # as after a fault: *ready* has not gone along with the update before
+    executor._announced = None, None  # as after a fault: *ready* has not gone along with the update before
     with without(executor, "ready", 1), pytest.raises(sf.SyncTimeout, match="waited for ready of rank"):
         sf.sync(params, plan)
     for key, shard in plan.registered().buffers.items():

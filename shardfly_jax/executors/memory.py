@@ -166,7 +166,8 @@ def wait_for_readers(devices: set[jax.Device]) -> bool:
     """Blocks until computations that may read arrays on these devices have ended: all of their platform, and copies.
 
     JAX does not say which computations read a buffer, but whatever they compute is alive and not ready, or has gone and
-    matters to nobody; effects (callbacks, prints) have their own fence. Errors of others' computations are theirs.
+    matters to nobody; effects (callbacks, prints) have a fence of their own, which knows those of the calling thread.
+    Errors of others' computations are theirs.
 
     Returns:
       Whether all arrays there, and those on CPU devices, have been computed without an error.

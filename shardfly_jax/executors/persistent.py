@@ -8,6 +8,7 @@ import functools
 import itertools
 import os
 import secrets
+import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,8 @@ from shardfly_jax.sharding.records import PIECE_NBYTES
 
 SUPPORTED_CAPABILITY = "9.0"
 DEADLINE_MS = 60_000
+NOTHING_ANNOUNCED: tuple[int | None, threading.Thread | None] = None, None
+"""Otherwise the epoch of an attempt whose *ready* was launched ahead, and the thread that did."""
 OTHER_CLIENT = "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT"
 
 
@@ -137,7 +140,7 @@ class PersistentExecutor:
         self.deadline_ms = DEADLINE_MS
         self.in_order = len(jax.local_devices(backend="gpu")) == 1  # copies to other GPUs have streams of their own
         self._session, self._epoch, self._version = secrets.randbits(32), 0, 0
-        self._announced: int | None = None  # epoch of the attempt whose *ready* was launched ahead
+        self._announced = NOTHING_ANNOUNCED
         self._order: tuple[Mapping[Key, int], np.ndarray] | None = None  # of what is moving among sources
         placed: dict[int, Hashable] = dict(others.places) if others is not None else {}
         placed |= dict(source_devices) | {key[2]: shard.device for key, shard in buffers.items()}
@@ -199,28 +202,34 @@ class PersistentExecutor:
         """Launches every phase; see `Executor`.
 
         On several devices *ready* of the next update goes along, behind *finish*. What is queued on them until then is
-        waited for by `Session.wait_for_readers`.
+        waited for by `Session.wait_for_readers`, which knows no callbacks of other threads: an update in another
+        thread than the one before, as all that go on in the background, launches *ready* again and waits for it.
 
         Raises:
           SyncTimeout: A phase waited for another one beyond the deadline, from what is returned.
           NotFinite: A tensor to be quantized holds NaN or infinity, from what is returned.
         """
         alone = len(self.devices) == 1
-        attempt = self._attempt(self._announced) if alone or self._announced is not None else self.begin()
-        self._announced = None
+        (epoch, thread), self._announced = self._announced, NOTHING_ANNOUNCED
+        here = threading.current_thread()
+        attempt = self._attempt(epoch) if alone or thread is here else self.begin()
         if self._order is None or self._order[0] is not sources.places:
             places = [sources.places[key] for key in self.moving if not isinstance(key, Inbox)]  # none moves here
             self._order = sources.places, np.array(places, np.int64)
         started = self._start(self._launches, attempt, sources.addresses[self._order[1]].view(np.uint64))
         following = None if alone else self._attempt()
         if following is not None:
-            self.ready(following)  # on every device behind its *finish*, so that the next update need not wait for it
+            try:
+                self.ready(following)  # on every device behind its *finish*: the next update need not wait for it
+            except BaseException:
+                started.outcomes()  # they read the sources until then
+                raise
         alive = [sources]  # until the kernels have ended
 
         def wait() -> None:
             self._end(started.outcomes())
             if following is not None:  # after a fault it counts for nothing, as it has to run when all else has ended
-                self._announced = following.epoch
+                self._announced = following.epoch, here
             alive.clear()
             if progress is not None:
                 progress(self.plan.target_nbytes)
@@ -245,7 +254,7 @@ class PersistentExecutor:
 
         On a single device it returns at once, as what is launched there afterwards runs afterwards.
         """
-        self._announced = None
+        self._announced = NOTHING_ANNOUNCED
         attempt = self._attempt()
         ready = self.ready(attempt)
         if len(self.devices) > 1:
