@@ -77,9 +77,9 @@ def make_groups(problem: Problem, topology: Topology | None) -> list[Group]:
                 group.members.append((family_index, rank))
                 host_of_member.append(host)
         group.sizes = tuple(len(list(same)) for _, same in itertools.groupby(host_of_member))
-    takes_turns = False
+    by_hosts = False
     if topology is not None:
-        groups, takes_turns = parted(groups, problem, topology)
+        groups, by_hosts = parted(groups, problem, topology)
     held: dict[int, int] = {}
     for group in groups:
         for _, rank in group.members:
@@ -91,7 +91,7 @@ def make_groups(problem: Problem, topology: Topology | None) -> list[Group]:
         set_pace(groups, [is_layered(group, problem.families) for group in groups], topology)
     _choose_roots(groups)
     for group in groups:
-        if takes_turns:  # what a trainer of the host sends and what comes from elsewhere lie in runs of bands
+        if by_hosts:  # what a trainer of the host sends and what comes from elsewhere lie in runs of bands
             number = np.arange(len(group.bands))
             group.turn = number % group.roots
             group.round = number // group.roots * group.rounds // -(-len(number) // group.roots)
