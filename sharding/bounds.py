@@ -117,7 +117,7 @@ def bound_of(plan: Plan, needs: Needs, topology: Topology, stores: Stores | None
         rate = one * (len(rollouts) + slower * len(trainers))
         cuts.append((total * (1 + slower) / rate, "NVLink of the rollouts"))
     for host in rollout_hosts.tolist() if nic else ():
-        here = np.count_nonzero(np.union1d(rollouts, trainers) // per_host == host)
+        here = int(np.count_nonzero(np.union1d(rollouts, trainers) // per_host == host))
         cuts.append((float(needs.host_nbytes[host]) / (here * nic), f"NIC ingress of host {host}"))
         if host not in trainer_hosts:
             needed = float(needs.gpu_nbytes[host * per_host : (host + 1) * per_host].sum())
