@@ -267,9 +267,9 @@ def _resolve(params_: Any, session: Session) -> Binding:
     if faults:
         raise _mismatch(faults)
     devices = {key[2]: device for want in expected.values() for key, device in want.keys}
-    order = {k: [shard.device for shard in leaves[k].addressable_shards] for k in expected}
     whole = [k for k, want in expected.items() if len(want.sharding.device_set) == 1]
     cut = [k for k, want in expected.items() if len(want.sharding.device_set) > 1]
+    order = {k: [shard.device for shard in leaves[k].addressable_shards] for k in cut}
     at = {key: place for place, k in enumerate(whole) for key, _ in expected[k].keys}
     shards = (key for k in cut for key, _ in expected[k].keys)
     at |= {key: place for place, key in enumerate(shards, len(whole))}

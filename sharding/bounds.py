@@ -56,30 +56,32 @@ def needs_of(plan: Plan, topology: Topology) -> Needs:
     real = moves.source_rank >= 0
     inside = real & (topology.link(np.maximum(moves.source_rank, 0), moves.target_rank) == MEMORY)
     wire = np.nonzero(real & ~inside)[0]
-    host, sender = gpu // topology.gpus_per_host, topology.host_of(np.maximum(moves.source_rank, 0))
-    # what a host lacks: of a band what one of its ranks receives, less what trainers there send of it to anybody
-    band, banded = moves.band.astype(np.int64), real & (moves.band >= 0)
-    arrives = banded & (moves.source_rank != moves.target_rank)
-    of_rank, got = _sums(band[arrives] * plan.ranks + moves.target_rank[arrives], nbytes[arrives])
-    here = topology.host_of(of_rank % plan.ranks)
-    lacking: dict[int, float] = {}
-    for key, size in zip((of_rank // plan.ranks * hosts + here).tolist(), got.tolist(), strict=True):
-        lacking[key] = max(lacking.get(key, 0.0), size)
-    begins = banded & (moves.hop == 0)
-    for key, size in zip(
-        *(x.tolist() for x in _sums(band[begins] * hosts + sender[begins], nbytes[begins])), strict=True
-    ):
-        if key in lacking:
-            lacking[key] = max(lacking[key] - size, 0.0)
-    alone = real & ~banded & (sender != host)
-    host_nbytes = np.bincount(host[alone], nbytes[alone], minlength=hosts).astype(float)
-    np.add.at(host_nbytes, np.array([*lacking], np.int64) % hosts, np.array([*lacking.values()]))
     return Needs(
         egress_nbytes=min(int(nbytes[wire][moves.source_rank[wire] < plan.source_ranks].sum()), plan.distinct_nbytes),
         gpu_nbytes=np.bincount(gpu[wire], nbytes[wire], minlength=gpus),
-        host_nbytes=host_nbytes,
+        host_nbytes=_lacking(plan, topology, hosts),
         memory_nbytes=np.bincount(gpu[inside], nbytes[inside], minlength=gpus),
     )
+
+
+def _lacking(plan: Plan, topology: Topology, hosts: int) -> np.ndarray:
+    """[hosts]; what must enter each: of a band what one of its ranks receives, less what trainers there send of it."""
+    moves, nbytes = plan.moves, plan.row_nbytes
+    host, sender = topology.host_of(moves.target_rank), topology.host_of(np.maximum(moves.source_rank, 0))
+    real, band = moves.source_rank >= 0, moves.band.astype(np.int64)
+    banded = real & (band >= 0)
+    arrives = banded & (moves.source_rank != moves.target_rank)
+    of_rank, got = _sums(band[arrives] * plan.ranks + moves.target_rank[arrives], nbytes[arrives])
+    cell = of_rank // plan.ranks * hosts + topology.host_of(of_rank % plan.ranks)
+    of_host, which = np.unique(cell, return_inverse=True)
+    lacks = np.zeros(len(of_host))
+    np.maximum.at(lacks, which, got)
+    begins = banded & (moves.hop == 0)
+    begun, sent = _sums(band[begins] * hosts + sender[begins], nbytes[begins])
+    _, at, of = np.intersect1d(of_host, begun, assume_unique=True, return_indices=True)
+    lacks[at] = np.maximum(lacks[at] - sent[of], 0)
+    alone = real & ~banded & (sender != host)
+    return np.bincount(host[alone], nbytes[alone], hosts) + np.bincount(of_host % hosts, lacks, hosts)
 
 
 def _sums(key: np.ndarray, nbytes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

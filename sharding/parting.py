@@ -57,7 +57,7 @@ def _send_no_more(
     gpus, places = int(gpu.max()) + 1, int(place.max()) + 1
     place_of = np.zeros(gpus, np.int64)
     place_of[gpu] = place
-    share, held = _holdings(problem, gpu, gpus)[0], _holdings(problem, place, places)[1]
+    share, held = _holdings(problem, gpu, place)
     # of what a place lacks, each GPU elsewhere sends as much as it has of what is elsewhere
     own = np.bincount(place_of, share, minlength=places)
     lacks = np.divide(1 - held, 1 - own, out=np.zeros(places), where=own < 1 - ROUNDING)
@@ -74,16 +74,16 @@ def _send_no_more(
     return bool(sent.max() <= received.max() * (1 + ROUNDING))
 
 
-def _holdings(problem: Problem, place: np.ndarray, places: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which part of the trainers' bytes each place sends if holders take turns, and which part it holds."""
-    share, held = np.zeros(places), np.zeros(places)
+def _holdings(problem: Problem, gpu: np.ndarray, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which part of the trainers' bytes each GPU sends if holders take turns, and which part each place holds."""
+    share, held = np.zeros(int(gpu.max()) + 1), np.zeros(int(place.max()) + 1)
     for index in {index for indices in problem.source_families.values() for index in indices}:
         family = problem.families[index]
         for (box, _), ranks in family.layout.holders:
             nbytes = math.prod(box_shape(box)) * family.layout.itemsize * family.count
-            at = place[list(ranks)]
-            np.add.at(share, at, nbytes / len(at))
-            held[np.unique(at)] += nbytes
+            at = list(ranks)
+            np.add.at(share, gpu[at], nbytes / len(at))
+            held[np.unique(place[at])] += nbytes
     total = max(float(share.sum()), 1.0)
     return share / total, held / total
 
