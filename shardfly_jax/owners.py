@@ -58,7 +58,9 @@ class Owner:
         self.families = plan.families
         self.places, leaves, self.structure = leaf_places(self._value(), planned)
         self.buffers: dict[Key, Shard] = {}
-        self._whole: dict[Place, jax.Array] = {}  # never handed out, so that nobody deletes or caches them
+        # never handed out, so that nobody deletes or caches them; what is private is not, and need not be made again:
+        # an update on several GPUs waits for every live array
+        self._whole: dict[Place, jax.Array] = dict(zip(self.places, leaves, strict=True)) if private else {}
         self.known = leaves
         self.current = leaves
         faults = self._bind(leaves, devices)

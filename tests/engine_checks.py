@@ -17,9 +17,9 @@ from shardfly_jax.layout import leaf_names
 
 
 def mesh(shape: tuple[int, ...], axes: tuple[str, ...], first: int = 0) -> Mesh:
-    """A mesh of consecutive devices."""
+    """A mesh of consecutive CPU devices, which are there beside GPUs too."""
     count = int(np.prod(shape))
-    return Mesh(np.array(jax.devices()[first : first + count]).reshape(shape), axes)
+    return Mesh(np.array(jax.devices("cpu")[first : first + count]).reshape(shape), axes)
 
 
 def named(tree: Any) -> dict[str, Any]:

@@ -307,15 +307,16 @@ class Report:
 
     Args:
       inbox: Of its device.
-      fetch: Makes its kernels of the numbers as they are when it begins.
+      fetch: Its kernels, made of the numbers as they are when it begins, and the stamp.
+      nbytes: Of what it writes.
     """
 
     lanes: dict[int, Report] = {}  # noqa: RUF012
     """The last launch of the device to which each inbox belongs."""
 
-    def __init__(self, inbox: int, fetch: Callable[[], Sequence[Kernel]]):
+    def __init__(self, inbox: int, fetch: Callable[[], tuple[Sequence[Kernel], np.ndarray]], nbytes: int):
         self._fetch, self._before = fetch, self.lanes.get(inbox)
-        self._words: list[int] = []
+        self.nbytes, self._memory = nbytes, np.zeros(nbytes // 8, np.uint64)
         self._error: BaseException | None = None
         self.lanes[inbox] = self
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -326,10 +327,11 @@ class Report:
         if before is not None:
             before._thread.join()
         try:
-            kernels = self._fetch()
+            kernels, stamp = self._fetch()
             self.numbers = kernels[0].words
-            for kernel in kernels:
-                self._words += kernel.run()
+            words = self._memory.view(np.uint32)
+            words[: -launches.STAMP_SIZE] = [word for kernel in kernels for word in kernel.run()]
+            words[-launches.STAMP_SIZE :] = stamp
         except BaseException as error:
             self._error = error
 
@@ -343,18 +345,23 @@ class Report:
 
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:
         self.block_until_ready()
-        return np.array(self._words, np.uint32).view(np.int32)
+        return self._memory.view(np.int32)
+
+    def unsafe_buffer_pointer(self) -> int:
+        return self._memory.ctypes.data
 
 
 def jitted(kernels: tuple[tuple[Any, ...], ...], device: jax.Device) -> Callable[..., tuple[Report, Any]]:
     """As `launches._jitted`."""
 
     def launch(tables: list[jax.Array], given: jax.Array, state: Any) -> tuple[Report, Any]:
-        def fetch() -> list[Kernel]:
+        def fetch() -> tuple[list[Kernel], np.ndarray]:
             words = words_at(given.unsafe_buffer_pointer(), given.size).copy()
-            return [Kernel(one, np.asarray(table), words) for one, table in zip(kernels, tables, strict=True)]
+            made = [Kernel(one, np.asarray(table), words) for one, table in zip(kernels, tables, strict=True)]
+            return made, words[-launches.STAMP_SIZE :]
 
-        return Report(fetch()[0].inbox, fetch), state
+        nbytes = 4 * (len(kernels) * lw.REPORT_SIZE + launches.STAMP_SIZE)
+        return Report(fetch()[0][0].inbox, fetch, nbytes), state
 
     return launch
 

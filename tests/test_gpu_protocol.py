@@ -72,7 +72,7 @@ def test_a_launch_that_is_still_queued_keeps_its_numbers(driver: host_gpu.Driver
         (ready,) = executor.ready(executor._attempt())._launches
         number = ready.works[0]._device
         at = executor.inboxes[number].unsafe_buffer_pointer()
-        ready._report.block_until_ready()
+        ready._report.words()
         queue, go = host_gpu.Report.lanes[at], threading.Event()
         queue._thread = threading.Thread(target=go.wait)  # the device is busy
         queue._thread.start()
@@ -80,8 +80,8 @@ def test_a_launch_that_is_still_queued_keeps_its_numbers(driver: host_gpu.Driver
         reports = [ready.start(attempt, np.zeros(0, np.uint64)) for attempt in (first, second)]
         go.set()
         for report, attempt in zip(reports, (first, second), strict=True):
-            report.block_until_ready()
-            assert int(report.numbers[lw.EPOCH]) == attempt.epoch
+            report.words()
+            assert int(report._array.numbers[lw.EPOCH]) == attempt.epoch
         assert host_gpu.flag_at(at + 4 * executor.ready_word(number)).value >> 32 == second.epoch
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -237,6 +240,49 @@ def set_attempt(
     numbers[..., parts + lw.NEW_VERSION] = np.where(publishes, attempt.version & 0xFFFFFFFF, 0xFFFFFFFF)
 
 
+class Report:
+    """What a launch reports, for which a host can wait.
+
+    JAX learns of the end of a launch from a thread that the driver wakes, half a millisecond late. The report's memory
+    shows it at once: its last words are a number that no other launch of this process is given. A report is one copy
+    within one cache line, so what stands before that number has come with it.
+
+    Args:
+      array: In the host's memory, perhaps not yet computed: int32 [works * lw.REPORT_SIZE + STAMP_SIZE].
+      stamp: Its last words.
+    """
+
+    def __init__(self, array: jax.Array, stamp: int):
+        self._array, self._stamp = array, stamp
+
+    @functools.cached_property
+    def _memory(self) -> np.ndarray:
+        return host_bytes(self._array.unsafe_buffer_pointer(), self._array.nbytes).view(np.uint64)
+
+    def _has_come(self) -> bool:
+        return int(self._memory[-1]) == self._stamp
+
+    def is_over(self) -> bool:
+        """Whether the launch has ended."""
+        return self._has_come() or self._array.is_ready()  # type: ignore[attr-defined]  # if it failed it never comes
+
+    def words(self) -> np.ndarray:
+        """uint32 [works, lw.REPORT_SIZE], see `transfer.make_kernel`; waits for the launch.
+
+        Raises:
+          Whatever JAX raises for a launch that failed.
+        """
+        began = time.monotonic()
+        while not self.is_over():
+            time.sleep(min(max((time.monotonic() - began) * NAP, LEAST_NAP_SECS), MOST_NAP_SECS))
+        words = self._memory.copy() if self._has_come() else np.asarray(self._array).view(np.uint64)
+        return words[:-1].view(np.uint32).reshape(-1, lw.REPORT_SIZE)
+
+
+NAP, LEAST_NAP_SECS, MOST_NAP_SECS = 1e-3, 2e-5, 1e-2
+"""How long a host sleeps before it looks again: a part of what it has waited already."""
+STAMP_SIZE = 2
+_STAMPS = itertools.count(secrets.randbits(63))
 _COMPILED: set[tuple[object, ...]] = set()
 """What tells apart the kernels that this process has compiled."""
 
@@ -265,7 +311,8 @@ class Launch:
             taken += [place[key] for key in work.moving]
             low += [at + words[key] for key in work.moving]
             at += len(numbers)
-        self._numbers, self._parts = np.concatenate(all_numbers), np.array([kernel[-1] for kernel in kernels])
+        self._numbers = np.concatenate([*all_numbers, np.zeros(STAMP_SIZE, np.uint32)])
+        self._parts = np.array([kernel[-1] for kernel in kernels])
         self._publishes = np.array([work.publishes for work in works])
         self._taken, self._words = np.array(taken, np.int64), np.array(low, np.int64)[:, None] + np.arange(2)
         self._tables = jax.device_put(tables, device)
@@ -283,7 +330,7 @@ class Launch:
         for word in (lw.N_TILES, lw.RESET, lw.N_HEADS, lw.N_TAILS, lw.N_TELLS):
             self._words_given[self._parts + word] = 0
         set_attempt(self._words_given, Attempt(0, 0, 0, 0), np.zeros_like(self._publishes), self._parts)
-        self._launch().block_until_ready()
+        self._launch().words()
         self._words_given[:] = self._numbers
 
     def _write_numbers(self) -> None:
@@ -293,11 +340,14 @@ class Launch:
         self._given.block_until_ready()
         self._words_given = host_bytes(self._given.unsafe_buffer_pointer(), self._given.nbytes).view(np.uint32)
 
-    def _launch(self) -> jax.Array:
-        self._report, self._state = self.kernels(self._tables, self._given, self._state)
+    def _launch(self) -> Report:
+        stamp = next(_STAMPS)
+        self._words_given[-STAMP_SIZE:] = stamp & 0xFFFFFFFF, stamp >> 32
+        array, self._state = self.kernels(self._tables, self._given, self._state)
+        self._report = Report(array, stamp)
         return self._report
 
-    def start(self, attempt: Attempt, sources: np.ndarray) -> jax.Array:
+    def start(self, attempt: Attempt, sources: np.ndarray) -> Report:
         """Launches the phases.
 
         Args:
@@ -305,10 +355,10 @@ class Launch:
           sources: uint64 addresses of what is not fixed.
 
         Returns:
-          Their reports, in the host's memory: int32 [works * REPORT_SIZE], see `transfer.make_kernel`.
+          Their reports.
         """
         # a launch that was given up may still be queued, and must not get these
-        if not self._report.is_ready():  # type: ignore[attr-defined]
+        if not self._report.is_over():
             self._write_numbers()
         set_attempt(self._words_given, attempt, self._publishes, self._parts)
         self._words_given[self._words] = sources[self._taken].view(np.uint32).reshape(-1, 2)  # low, high
@@ -328,7 +378,7 @@ def _jitted(kernels: tuple[tuple[Any, ...], ...], device: jax.Device) -> Callabl
         numbers = jax.device_put(given, _on(device, "device"))
         ref = jax.new_ref(state)
         reports = [kernel(table, numbers, ref) for kernel, table in zip(made, tables, strict=True)]
-        return jax.numpy.concatenate(reports), jax.freeze(ref)
+        return jax.numpy.concatenate([*reports, numbers[-STAMP_SIZE:]]), jax.freeze(ref)
 
     places = _on(device, "pinned_host"), _on(device, "device")
     return jax.jit(launch, donate_argnums=2, out_shardings=places)

@@ -15,10 +15,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardfly_jax.executors.launches import Attempt, Launch, Outcome
+from shardfly_jax.executors.launches import Attempt, Launch, Outcome, Report
 from shardfly_jax.executors.memory import Key, Shard, Sources
 from shardfly_jax.executors.phases import Phases
-from shardfly_jax.pallas_kernels.launch_words import REPORT_SIZE
 from shardfly_jax.sharding import optable
 from shardfly_jax.sharding.errors import SyncTimeout
 from shardfly_jax.sharding.finiteness import not_finite
@@ -91,20 +90,15 @@ class Others:
 class Started:
     """Launches that have been started."""
 
-    def __init__(self, launches: Sequence[Launch], reports: Sequence[jax.Array]):
+    def __init__(self, launches: Sequence[Launch], reports: Sequence[Report]):
         self._launches, self._reports = launches, reports
-
-    def is_over(self) -> bool:
-        """Whether all of them have ended."""
-        return all(report.is_ready() for report in self._reports)  # type: ignore[attr-defined]
 
     def outcomes(self) -> list[Outcome]:
         """What they report, for which this waits."""
-        reports = jax.device_get(list(self._reports))
         return [
             Outcome.of(work, words)
-            for launch, report in zip(self._launches, reports, strict=True)
-            for work, words in zip(launch.works, report.reshape(-1, REPORT_SIZE), strict=True)
+            for launch, report in zip(self._launches, self._reports, strict=True)
+            for work, words in zip(launch.works, report.words(), strict=True)
         ]
 
 
