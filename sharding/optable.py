@@ -22,6 +22,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 import numpy as np
 
 from shardfly_jax.sharding import records as r
+from shardfly_jax.sharding.alternating import Row, alternating
 from shardfly_jax.sharding.formats import Amax, Conversion, Encode, Fill, ToScale, itemsize
 from shardfly_jax.sharding.moves import Key, Move, source_key, target_key
 from shardfly_jax.sharding.ops import Counter, Inbox as Inbox, InboxWords, Op, Phase as Phase
@@ -225,23 +226,20 @@ class _Builder:
 
     def __init__(self) -> None:
         self.buffers: dict[Key | Inbox, int] = {}
-        self.records: list[np.ndarray] = []
-        self.moves: list[tuple[int, int]] = []
-        self.tiles = 0
+        self.rows: list[Row] = []
 
     def buffer(self, key: Key | Inbox) -> int:
         return self.buffers.setdefault(key, len(self.buffers))
 
     def add(self, record: np.ndarray, ranks: tuple[int, int]) -> None:
-        record[r.FIRST_TILE] = self.tiles
-        self.tiles += r.n_tiles(record)
-        record[r.END_TILE] = self.tiles
-        self.records.append(record)
-        self.moves.append(ranks)
+        self.rows.append((record, ranks))
 
     def table(self) -> OpTable:
-        words = np.stack(self.records).astype(np.uint32).view(np.int32)
-        return OpTable(words, tuple(self.buffers), self.tiles, tuple(self.moves))
+        records, moves = zip(*alternating(self.rows), strict=True)
+        words = np.stack(records)
+        words[:, r.END_TILE] = ends = np.cumsum([r.n_tiles(record) for record in records])
+        words[1:, r.FIRST_TILE] = ends[:-1]
+        return OpTable(words.astype(np.uint32).view(np.int32), tuple(self.buffers), int(ends[-1]), moves)
 
 
 class _Templates:

@@ -250,6 +250,25 @@ def record(kind: int, region: Region, dims: list[Dim], tiles: tuple[int, int]) -
     return out
 
 
+def part(record: np.ndarray, axis: int, start: int, stop: int) -> np.ndarray:
+    """A record of what lies between two indices of a dimension; of a plain kind, and whole tiles but for the last.
+
+    Args:
+      record: int64 [WORDS].
+      axis: Of the five dimensions.
+      start, stop: The first index and the one behind the last; the end of the dimension if that comes first.
+    """
+    out = record.copy()
+    extent = min(stop, int(record[EXTENT + axis])) - start
+    out[EXTENT + axis] = extent
+    if axis >= 3:
+        out[(TILES_3, TILES_4)[axis - 3]] = -(-extent // int(record[(TILE_3, TILE_4)[axis - 3]]))
+    for offset, stride in ((SOURCE_OFFSET, SOURCE_STRIDE), (TARGET_OFFSET, TARGET_STRIDE)):
+        step = stride + 2 * axis
+        out[offset : offset + 2] = words(_value(record, offset) + start * _value(record, step))
+    return out
+
+
 def n_tiles(record: np.ndarray) -> int:
     """Tiles of a record."""
     return int(record[TILES_3] * record[TILES_4] * record[EXTENT : EXTENT + 3].prod())
@@ -257,12 +276,16 @@ def n_tiles(record: np.ndarray) -> int:
 
 def source_offset(record: np.ndarray) -> int:
     """Bytes from the start of its source buffer to a record's first element."""
-    return int(record[SOURCE_OFFSET] | record[SOURCE_OFFSET + 1] << 32)
+    return _value(record, SOURCE_OFFSET)
 
 
 def set_source_offset(record: np.ndarray, nbytes: int) -> None:
     """Changes what `source_offset` gives."""
     record[SOURCE_OFFSET : SOURCE_OFFSET + 2] = words(nbytes)
+
+
+def _value(record: np.ndarray, word: int) -> int:
+    return int(record[word] | record[word + 1] << 32)  # int64, so that a negative stride is one again
 
 
 def words(value: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -26,6 +26,20 @@ def offsets(record: np.ndarray, at: int, steps: int, blocks: tuple[int, int] = (
         step = long(record[steps + 2 * d : steps + 2 * d + 2])
         out = out + (index * step).reshape([n if a == d else 1 for a in range(r.DIMS)])
     return out.reshape(-1)
+
+
+def tiles_of(record: np.ndarray) -> Iterator[tuple[list[int], list[list[int]], list[int]]]:
+    """Offsets, strides and counts of dimensions 3 and 4 of each tile, in order."""
+    n, tile = record[r.EXTENT : r.EXTENT + 5].tolist(), {3: int(record[r.TILE_3]), 4: int(record[r.TILE_4])}
+    strides = [
+        [long(record[at + 2 * d : at + 2 * d + 2]) for d in range(5)] for at in (r.SOURCE_STRIDE, r.TARGET_STRIDE)
+    ]
+    offsets = [long(record[at : at + 2]) for at in (r.SOURCE_OFFSET, r.TARGET_OFFSET)]
+    for index in np.ndindex(*n[:3], int(record[r.TILES_3]), int(record[r.TILES_4])):
+        starts = [*index[:3], index[3] * tile[3], index[4] * tile[4]]
+        count = [min(tile[d], n[d] - starts[d]) for d in (3, 4)]
+        at = [o + int(np.dot(starts, s)) for o, s in zip(offsets, strides, strict=True)]
+        yield at, [s[3:] for s in strides], count
 
 
 def gathered(flat: np.ndarray, at: np.ndarray, dtype: str) -> np.ndarray:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from numpy_records import long
+from numpy_records import tiles_of
 from random_problems import Case, cases, expected_buffers, source_buffers
 
 import shardfly_jax as sf
@@ -23,20 +21,6 @@ BITS2 = conversion("bfloat16", (), "bfloat16")
 
 def strided(flat: np.ndarray, offset: int, extents: list[int], strides: list[int], nbytes: int) -> np.ndarray:
     return np.ndarray(extents, f"V{nbytes}", flat.view(np.uint8), offset, strides)
-
-
-def tiles_of(record: np.ndarray) -> Iterator[tuple[list[int], list[list[int]], list[int]]]:
-    """Offsets, strides and counts of dimensions 3 and 4 of each tile, in order."""
-    n, tile = record[r.EXTENT : r.EXTENT + 5].tolist(), {3: int(record[r.TILE_3]), 4: int(record[r.TILE_4])}
-    strides = [
-        [long(record[at + 2 * d : at + 2 * d + 2]) for d in range(5)] for at in (r.SOURCE_STRIDE, r.TARGET_STRIDE)
-    ]
-    offsets = [long(record[at : at + 2]) for at in (r.SOURCE_OFFSET, r.TARGET_OFFSET)]
-    for index in np.ndindex(*n[:3], int(record[r.TILES_3]), int(record[r.TILES_4])):
-        starts = [*index[:3], index[3] * tile[3], index[4] * tile[4]]
-        count = [min(tile[d], n[d] - starts[d]) for d in (3, 4)]
-        at = [o + int(np.dot(starts, s)) for o, s in zip(offsets, strides, strict=True)]
-        yield at, [s[3:] for s in strides], count
 
 
 def check_tile(record: np.ndarray, rule: Conversion, at: list[int], strides: list[list[int]], count: list[int]) -> None:

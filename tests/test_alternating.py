@@ -1,0 +1,93 @@
+"""Moves to other devices alternate with those that stay, and do the same as in the plan's order."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from numpy_records import tiles_of
+from random_problems import Case, cases, expected_buffers, source_buffers
+from test_optable import follow
+
+import shardfly_jax as sf
+from shardfly_jax.sharding import alternating, optable, records as r
+from shardfly_jax.sharding.optable import Phase
+from shardfly_jax.sharding.topology import preset
+
+
+@st.composite
+def records(draw: Any) -> np.ndarray:
+    """A record of a plain kind, with strides of both signs and beyond 32 bits, and tiles that do not divide it."""
+    stride = st.integers(-(1 << 40), 1 << 40)
+    dims = [r.Dim(draw(st.integers(1, 5)), draw(stride), draw(stride)) for _ in range(r.DIMS)]
+    offsets = draw(st.integers(0, 1 << 45)), draw(st.integers(0, 1 << 45))
+    tiles = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    return r.record(draw(st.sampled_from(alternating.PLAIN)), r.Region(tuple(dims), *offsets), dims, tiles)
+
+
+@given(record=records(), most=st.integers(1, 40))
+def test_chunks_have_the_tiles_of_their_record(record: np.ndarray, most: int) -> None:
+    before = record.copy()
+    with mock.patch.object(alternating, "CHUNK_TILES", most):
+        chunks = list(alternating.chunks(record))
+    assert max(map(r.n_tiles, chunks)) <= most
+    assert [tile for chunk in chunks for tile in tiles_of(chunk)] == list(tiles_of(record))
+    words = {r.EXTENT + d for d in range(r.DIMS)} | {r.TILES_3, r.TILES_4}
+    words |= {at + k for at in (r.SOURCE_OFFSET, r.TARGET_OFFSET) for k in range(2)}
+    others = [word for word in range(r.WORDS) if word not in words]
+    assert all(np.array_equal(chunk[others], record[others]) for chunk in chunks)
+    assert np.array_equal(record, before)
+
+
+@pytest.mark.parametrize("kind", [r.BLOCK_ROWS, r.REDUCE_ELEMENTS, r.PACKED_BLOCKS])
+def test_what_quantizes_is_not_cut(kind: int) -> None:
+    dims = [r.Dim(4, 64, 64)] * r.DIMS
+    record = r.record(kind, r.Region(tuple(dims), 0, 0), dims, (1, 1))
+    assert list(alternating.chunks(record)) == [record]
+
+
+@settings(max_examples=150)
+@given(case=cases(max_depth=3), devices=st.integers(2, 3))
+def test_a_table_in_small_chunks_does_what_the_mapping_means(case: Case, devices: int) -> None:
+    plan = case.plan()
+    with mock.patch.object(alternating, "CHUNK_TILES", 1), mock.patch.object(r, "ELEMENTS_TILE_SIZE", 4):
+        tables = optable.make_tables(plan, {rank: rank % devices for rank in range(plan.ranks)}, lambda key: key)
+    want = expected_buffers(case, plan)
+    memory = {key: np.full(flat.nbytes, 0xA5, np.uint8) for key, flat in want.items()} | source_buffers(case, plan)
+    follow(tables, memory)
+    for key, flat in want.items():
+        assert memory[key].tobytes() == flat.tobytes()
+
+
+def sent(*gpus: int, nbytes: int = 100 << 20) -> np.ndarray:
+    """Records by which GPU 0 sends matrices, transposed, to a replica on each of some GPUs."""
+    shape = (4096, nbytes // 8192)
+
+    def tree(*shape: int) -> dict[str, sf.Layout]:
+        return {f"w{k}": sf.Layout(shape, "bfloat16", {0: [(0, n) for n in shape]}) for k in range(3)}
+
+    mapping = sf.Mapping({name: sf.src(name).rearrange("a b -> b a") for name in tree(1, 1)})
+    places = (0, *gpus)
+    topology = preset("h200", gpus_per_host=2, gpu_of_rank=places)
+    target = sf.replicas({f"r{k}": tree(*shape[::-1]) for k in range(len(gpus))})
+    plan = sf.make_plan(tree(*shape), target, mapping, topology=topology)
+    return optable.make_tables(plan, dict(enumerate(places)), lambda key: key).tables[0, Phase.SEND].words
+
+
+def test_what_stays_lies_between_what_leaves() -> None:
+    """From one chunk that leaves to the next one there are never more than a few MB of others."""
+    words = sent(0, 1)
+    remote = words[:, r.REMOTE] == 1
+    tiles = np.diff(words[:, r.END_TILE], prepend=0)
+    assert tiles[remote].sum() == tiles[~remote].sum() == 3 * 3200
+    before = np.cumsum(np.where(remote, 0, tiles))[remote]
+    assert np.diff(before, prepend=0).max() <= 2 * alternating.CHUNK_TILES
+    assert len(words) <= 2 * 3 * 3200 / alternating.CHUNK_TILES + 12
+
+
+def test_what_all_leaves_or_all_stays_is_as_the_plan_has_it() -> None:
+    assert len(sent(1)) == 3
+    assert len(sent(0)) == 3
