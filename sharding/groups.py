@@ -12,6 +12,7 @@ import numpy as np
 
 from shardfly_jax.sharding.language import Expr
 from shardfly_jax.sharding.layouts import Box, box_shape
+from shardfly_jax.sharding.records import TRANSPOSE_ROWS
 from shardfly_jax.sharding.routes import Route, route
 from shardfly_jax.sharding.walks import quantized
 
@@ -19,6 +20,9 @@ SMALLEST_BAND_NBYTES = 64 << 10
 """Boxes are cut so that several members are roots at once, down to bands of this size."""
 MOST_TURNS = 256
 """Turns of a group at a plan's pace; where hosts of many sizes would need more, their NICs bring almost equal parts."""
+
+LEAST_ROUNDS = 8
+"""Bands of each root that whole tiles must leave."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -167,6 +171,23 @@ def band_boxes(group: Group, count: int) -> list[Box]:
 def band_sizes(group: Group, count: int) -> tuple[int, int, int]:
     """How many parts `band_boxes` makes, and the elements of the smallest and the largest."""
     return _sizes(box_shape(group.box), _outermost_first(group), count, _grains(group))
+
+
+def whole_tiles(group: Group, count: int, roots: int) -> int:
+    """Into how many bands to cut instead of `count`, so that each is whole tiles of a transpose: at most as many.
+
+    What is left of a tile costs as much as a whole one: bands of 32 rows took an update between two GPUs 14% longer.
+
+    Args:
+      group: With its box.
+      count: A multiple of `roots`.
+      roots: Of bands; their number stays a multiple, and each root keeps a few.
+    """
+    axes = _long(box_shape(group.box), _outermost_first(group))
+    extent = box_shape(group.box)[axes[0]] if axes else 1
+    rows = -(-extent // (count * TRANSPOSE_ROWS)) * TRANSPOSE_ROWS
+    fewer = extent // rows // roots * roots if rows else 0
+    return fewer if LEAST_ROUNDS * roots <= fewer < count else count
 
 
 def _outermost_first(group: Group) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Moves to other devices alternate with those that stay, and do the same as in the plan's order."""
+"""The order and the bands in which a device sends: links stay busy, tiles are whole, and the same is moved."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from test_optable import follow
 
 import shardfly_jax as sf
 from shardfly_jax.sharding import alternating, optable, records as r
+from shardfly_jax.sharding.groups import LEAST_ROUNDS, Group, whole_tiles
 from shardfly_jax.sharding.optable import Phase
 from shardfly_jax.sharding.topology import preset
 
@@ -91,3 +92,26 @@ def test_what_stays_lies_between_what_leaves() -> None:
 def test_what_all_leaves_or_all_stays_is_as_the_plan_has_it() -> None:
     assert len(sent(1)) == 3
     assert len(sent(0)) == 3
+
+
+def test_bands_are_whole_tiles_of_a_transpose() -> None:
+    """What passes on to a second replica on GPU 1, where 100 MB would give 128 bands, of 32 rows each here."""
+    words = sent(1, 1)
+    rows, columns = (words[:, r.EXTENT + d] for d in (3, 4))
+    assert set(words[:, r.KIND].tolist()) == {r.TRANSPOSE}
+    assert not (rows % r.TRANSPOSE_ROWS).any()
+    assert not (columns % (r.TRANSPOSE_ROW_NBYTES // 2)).any()
+    assert words[-1, r.END_TILE] == 3 * 3200
+    assert len(words) >= 3 * 32
+
+
+@given(rows=st.integers(1, 30_000), rounds=st.integers(1, 200), roots=st.integers(1, 16), columns=st.integers(1, 3))
+def test_whole_tiles_leave_each_root_enough_bands(rows: int, rounds: int, roots: int, columns: int) -> None:
+    group = Group(
+        sf.src("w"), (0, 1), (), ((0, 1), (5, 5 + rows), (0, columns)), (rows * columns, columns, 1), 2, [(0, 0)]
+    )
+    count = whole_tiles(group, rounds * roots, roots)
+    assert count % roots == 0
+    assert min(rounds, LEAST_ROUNDS) * roots <= count <= rounds * roots
+    if count != rounds * roots:
+        assert rows // count >= r.TRANSPOSE_ROWS
