@@ -111,6 +111,7 @@ def run(report: Callable[[str], None], quantizing: bool = False) -> list[dict[st
         row = {"case": label, "trainer_dtype": dtype} | measure(gpu, case) | rate
         if case.in_step:
             row["step_secs"] = step_secs(case.params, case.plan)
+            row["portable_secs"] = portable_secs(case)
         launched = statistics.median(row["launched_secs"])
         kernels = statistics.median(secs["whole"] for secs in row["phase_secs"])
         row["bound_secs"] = row["moved_nbytes"] / row["copy_rate"]
@@ -135,7 +136,7 @@ class Case:
       plan: Registered.
       update: The best jitted XLA program for the same targets, by name.
       on_host: Whether to compare with the mapping's meaning on the host too.
-      in_step: Whether to send from a jitted step too.
+      in_step: Whether to send from a jitted step too, and by the portable executor.
     """
 
     params: Any
@@ -290,6 +291,17 @@ def step_secs(params: Any, plan: sf.Plan) -> list[float]:
         secs.append(time.perf_counter() - start)
     _compare(update.params(), make_update(plan)(params))
     return secs
+
+
+def portable_secs(case: Case) -> list[float]:
+    """Seconds of the same updates by the portable executor, into buffers of its own.
+
+    Raises:
+      VerificationError: It does not give what XLA converts.
+    """
+    plan = sf.register(case.plan, executor="portable")
+    _compare(sf.sync(case.params, plan), case.update())
+    return timed(lambda: sf.sync(case.params, plan))
 
 
 def memory(gpu: jax.Device) -> np.ndarray:

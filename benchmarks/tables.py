@@ -211,7 +211,7 @@ def _on_gpu(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
         "launches with host (of the bound)",
         "jitted XLA (/ launches)",
     ]
-    header += ["sync", "host until the last launch", "launches", "first jitted step"]
+    header += ["sync", "portable sync", "host until the last launch", "launches", "first jitted step"]
     header += ["memory in use, grown by updates"]
     lines = [
         [
@@ -221,6 +221,7 @@ def _on_gpu(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
             f"{_ms(row['launched_secs'])} ({row['of_bound_with_host']:.2f})",
             f"{_ms(row['xla_secs'])} ({row['faster_than_xla']:.2f}x)",
             _ms(row["sync_secs"]),
+            _ms(row["portable_secs"]) if "portable_secs" in row else "",
             f"{_ms(row['host_secs'])} for {row['arrays']} arrays",
             str(row.get("launches", "")),
             f"{row['step_secs'][0]:.2f} s" if "step_secs" in row else "",

@@ -23,7 +23,7 @@ from shardfly_jax.sharding.formats import NOT_FINITE, Conversion, ToScale, items
 
 LOADS_IN_FLIGHT = 16
 """Vector loads that a thread issues before it stores what the first one brought."""
-ELEMENTS_IN_FLIGHT = 8
+ELEMENTS_IN_FLIGHT = 16
 PIECES = r.TRANSPOSE_ROW_NBYTES // r.PIECE_NBYTES
 """Pieces of a row of a transposed tile."""
 WORDS_CONVERSION = Conversion("uint32", (), "uint32")
@@ -249,16 +249,25 @@ def elements(tile: Tile, place: Place, conversion: Conversion, refuse: Callable[
 def each_element(tile: Tile, conversion: Conversion, do: Callable[[Int, Int, list[Int]], None]) -> None:
     """Calls `do` for every element of a tile: with its row, its column and its words, none for a fill."""
     width, total = itemsize(conversion.source), tile.rows * tile.columns
+    rows_on, columns_on = split(const(m.THREADS), tile.columns)  # from an element of a thread to its next one
+
+    def following(row: Int, column: Int) -> tuple[Int, Int]:
+        """Without a division, which takes longer than to move an element."""
+        column = column + columns_on
+        ends = column > tile.columns - 1
+        return row + rows_on + ends.where(const(1), 0), column - ends.where(tile.columns, 0)
 
     def body(first: Int) -> None:
-        items = [first + k * m.THREADS for k in range(ELEMENTS_IN_FLIGHT)]
+        places = [split(first, tile.columns)]
+        while len(places) < ELEMENTS_IN_FLIGHT:
+            places.append(following(*places[-1]))
         loaded = []
-        for item in items:
-            row, column = split(item.at_most(total - 1), tile.columns)
-            loaded.append([] if fills(conversion) else m.load_element(tile.read_at(row, column), width))
-        for item, words in zip(items, loaded, strict=True):
-            with when(item < total):
-                do(*split(item, tile.columns), words)
+        for row, column in places:
+            at = tile.read_at(row.at_most(tile.rows - 1), column)
+            loaded.append([] if fills(conversion) else m.load_element(at, width))
+        for (row, column), words in zip(places, loaded, strict=True):
+            with when(row < tile.rows):
+                do(row, column, words)
 
     for_range(tile.thread, total, m.THREADS * ELEMENTS_IN_FLIGHT, body)
 

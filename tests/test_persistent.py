@@ -225,9 +225,9 @@ def test_a_send_without_ready_writes_nothing_and_names_who_was_not_ready(model: 
     executor = executor_of(plan)
     (launch,) = executor.launches("send")
     attempt = executor.begin()._replace(epoch=executor._epoch + 1, deadline_ms=200)  # which no ready has announced
-    report = np.asarray(launch.start(attempt, addresses_of(fresh_params(shapes, np.random.default_rng()), plan)))
-    assert "send of ranks 0, " in launch.works[0].fault(int(report[0]))
-    assert "waited for ready of ranks 1 (rollout/0)" in launch.works[0].fault(int(report[0]))
+    ((error, _),) = launch.start(attempt, addresses_of(fresh_params(shapes, np.random.default_rng()), plan)).words()
+    assert "send of ranks 0, " in launch.works[0].fault(int(error))
+    assert "waited for ready of ranks 1 (rollout/0)" in launch.works[0].fault(int(error))
     for key, flat in contents(plan).items():
         assert np.array_equal(flat.view(np.uint8), before[key].view(np.uint8))
 
@@ -240,8 +240,8 @@ def test_a_writer_that_comes_too_late_writes_nothing(model: tuple[Any, sf.Plan])
     old = executor.begin()
     sf.sync(params, plan)
     (launch,) = executor.launches("send")
-    report = np.asarray(launch.start(old, addresses_of(late, plan)))
-    assert "came after a later attempt had begun" in launch.works[0].fault(int(report[0]))
+    ((error, _),) = launch.start(old, addresses_of(late, plan)).words()
+    assert "came after a later attempt had begun" in launch.works[0].fault(int(error))
     assert sf.verify(params, plan) == plan.target_nbytes
 
 
