@@ -40,6 +40,8 @@ LARGE = 10
 """Kinds of less than such a part of the largest one have bands of another size."""
 DISTANCE = 0.04
 """What bands of half the size that is wanted cost, as a part of an update: twice the rows."""
+RAGGED = 0.05
+"""What it costs that a tick's bands do not come from all trainers alike: their number is no multiple of half of a tick's."""
 AHEAD_NBYTES, LONG = 8 << 20, 5
 """What a GPU's blocks hold, by which it can be ahead of others; bands of so many times that would double the time."""
 
@@ -217,7 +219,10 @@ def _most_nbytes(tick: Fraction, least: Fraction, large: Sequence[Group], once: 
         waiting = depth / (depth + min(ticks, SLOTS / layers) / 2)
         lasts = (1 - waiting) * each / passed + waiting * largest
         late = 1 + filling / min(ticks * layers, Fraction(SLOTS))
-        return float(ticks * lasts * late * (1 + largest / long)) * (1 + DISTANCE * max(math.log2(tick / 2 / most), 0))
+        ragged = sum(group.box_nbytes for group, number, _, _ in cuts if 2 * number % group.trees and not unequal)
+        drawn = 1 + RAGGED * ragged / sum(group.box_nbytes for group in large)
+        distance = 1 + DISTANCE * max(math.log2(tick / 2 / most), 0)
+        return float(ticks * lasts * late * (1 + largest / long)) * drawn * distance
 
     sizes = {
         band_sizes(group, count)[2] * group.itemsize
@@ -248,6 +253,7 @@ def _in_turn(kinds: Sequence[_Kind], tick: Fraction, most: int | None, at: int =
       at: The first tick.
     """
     first, begin, turns, edge = at, 0, 1, Fraction(0)  # `begin` of the tick's `turns` are taken
+    last: tuple[list[Group], int] = [], 0
     for kind in kinds:
         here, edge = edge, edge + kind.nic_nbytes / tick
         paced = _cut(kind, here, edge, most)
@@ -259,12 +265,27 @@ def _in_turn(kinds: Sequence[_Kind], tick: Fraction, most: int | None, at: int =
             group.first_tick, group.ticks = at, ticks
         for group in paced:
             _pass(group, begin)
+        last = (paced, begin) if paced else last
         end = begin + max((len(group.bands) for group in paced), default=0)
         turns, end = (1, ticks) if mixed else (turns, end)
         at, begin = at + end // turns, end % turns
         if not paced:
             at += round(edge) - round(here)
+    if most is not None and begin > 0:
+        _fill(*last, turns - begin)
     return at + (begin > 0) - first
+
+
+def _fill(paced: list[Group], begin: int, free: int) -> None:
+    """Cuts groups further, so that the turns of their last tick are all taken, where they can be cut so often.
+
+    Otherwise some NICs would have a band less than others, layer for layer.
+    """
+    for group in paced:
+        count = len(group.bands) + free
+        if band_sizes(group, count)[0] == count:
+            group.bands = bands_of(group, band_boxes(group, count))
+            _pass(group, begin)
 
 
 def _cuts_evenly(group: Group, count: int) -> bool:
