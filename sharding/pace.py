@@ -41,7 +41,8 @@ LARGE = 10
 DISTANCE = 0.04
 """What bands of half the size that is wanted cost, as a part of an update: twice the rows."""
 RAGGED = 0.05
-"""What it costs that a tick's bands do not come from all trainers alike: their number is no multiple of half of a tick's."""
+"""What it costs that the number of bands is no multiple of half a tick's: those of a tick do not come from all trainers
+alike then."""
 AHEAD_NBYTES, LONG = 8 << 20, 5
 """What a GPU's blocks hold, by which it can be ahead of others; bands of so many times that would double the time."""
 

@@ -233,6 +233,9 @@ def test_trees_of_hosts_keep_all_links_busy(
         ("Qwen3-32B", 2, 4, 20, 8, False, "fp8_block"),
         ("Qwen3-32B", 2, 4, 2, 8, False, "fp8_block"),
         ("Qwen3-8B", 2, 4, 24, 1, False, "fp8_block"),
+        ("Qwen3-8B", 2, 4, 32, 1, False, "fp8_block"),
+        ("Qwen3-32B", 2, 4, 24, 1, False, "fp8_block"),
+        ("Qwen3-32B", 2, 4, 48, 1, False, "fp8_block"),
         ("Llama-3.1-70B", 1, 8, 18, 4, False, "fp8_block"),
         ("Qwen3-30B-A3B", 2, 4, 5, 8, True, "fp8_block"),
         # some tensors need slots, others not
