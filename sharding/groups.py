@@ -14,7 +14,7 @@ from shardfly_jax.sharding.language import Expr
 from shardfly_jax.sharding.layouts import Box, box_shape
 from shardfly_jax.sharding.records import TRANSPOSE_ROWS
 from shardfly_jax.sharding.routes import Route, route
-from shardfly_jax.sharding.walks import quantized
+from shardfly_jax.sharding.walks import quantized, reorders
 
 SMALLEST_BAND_NBYTES = 64 << 10
 """Boxes are cut so that several members are roots at once, down to bands of this size."""
@@ -163,31 +163,26 @@ class Group:
         return route(self.sizes, self.start, self.roots, tiny, self.trees if self.is_paced else None)
 
 
-def band_boxes(group: Group, count: int) -> list[Box]:
-    """About `count` parts of a group's box, each contiguous in the local buffer."""
-    return _cut(group.box, _outermost_first(group), count, _grains(group))
+def band_boxes(group: Group, count: int, roots: int = 0) -> list[Box]:
+    """About `count` parts of a group's box, each contiguous in the local buffer.
+
+    Args:
+      group: With its box.
+      count: Fewer where blocks are not cut.
+      roots: How many roots share the parts, if those of a transpose shall be whole tiles: what is left of a tile costs
+        as much as a whole one. Such parts may be few, but each root keeps `LEAST_ROUNDS`. 0: parts of any size.
+    """
+    grains, axes = _grains(group), _long(box_shape(group.box), _outermost_first(group))
+    if roots and axes and set(grains) == {1} and reorders(group.expr):
+        tiles = box_shape(group.box)[axes[0]] // TRANSPOSE_ROWS
+        if tiles >= LEAST_ROUNDS * roots:
+            grains = tuple(TRANSPOSE_ROWS if axis == axes[0] else 1 for axis in range(len(grains)))
+    return _cut(group.box, _outermost_first(group), count, grains)
 
 
 def band_sizes(group: Group, count: int) -> tuple[int, int, int]:
     """How many parts `band_boxes` makes, and the elements of the smallest and the largest."""
     return _sizes(box_shape(group.box), _outermost_first(group), count, _grains(group))
-
-
-def whole_tiles(group: Group, count: int, roots: int) -> int:
-    """Into how many bands to cut instead of `count`, so that each is whole tiles of a transpose: at most as many.
-
-    What is left of a tile costs as much as a whole one: bands of 32 rows took an update between two GPUs 14% longer.
-
-    Args:
-      group: With its box.
-      count: A multiple of `roots`.
-      roots: Of bands; their number stays a multiple, and each root keeps a few.
-    """
-    axes = _long(box_shape(group.box), _outermost_first(group))
-    extent = box_shape(group.box)[axes[0]] if axes else 1
-    rows = -(-extent // (count * TRANSPOSE_ROWS)) * TRANSPOSE_ROWS
-    fewer = extent // rows // roots * roots if rows else 0
-    return fewer if LEAST_ROUNDS * roots <= fewer < count else count
 
 
 def _outermost_first(group: Group) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardfly_jax.sharding.groups import SMALLEST_BAND_NBYTES, Group, band_boxes, bands_of, whole_tiles
+from shardfly_jax.sharding.groups import SMALLEST_BAND_NBYTES, Group, band_boxes, bands_of
 from shardfly_jax.sharding.layouts import Box, box_shape
 from shardfly_jax.sharding.pace import set_pace
 from shardfly_jax.sharding.parting import parted
@@ -139,7 +139,7 @@ def _cut_bands(group: Group, rank_nbytes: int, ranks: int, known_hosts: bool) ->
         smooth = SMOOTH_LATE_ROUNDS if group.n_layers == 1 else SMOOTH_ROUNDS
         rounds = max(rounds, min(smooth, SMOOTH_ROWS // (ranks * roots), nbytes // (SMOOTH_BAND_NBYTES * roots)))
     per_root = max(-(-nbytes // (BAND_NBYTES * roots)), rounds)
-    boxes = band_boxes(group, whole_tiles(group, per_root * roots, roots))
+    boxes = band_boxes(group, per_root * roots, roots)
     if len(boxes) % roots and len(boxes) < UNEVEN_BANDS * roots:  # blocks leave fewer edges than bands were wanted
         boxes = band_boxes(group, len(boxes) // roots * roots)
         if len(boxes) % roots:  # an axis too short to be cut evenly

@@ -6,7 +6,20 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from shardfly_jax.sharding.errors import LanguageError
-from shardfly_jax.sharding.language import Alias, Astype, Concat, Expr, Fuse, Quantize, ScaleOf, Scales, Src, Stack
+from shardfly_jax.sharding.language import (
+    Alias,
+    Astype,
+    Concat,
+    Expr,
+    Fuse,
+    Quantize,
+    Rearrange,
+    ScaleOf,
+    Scales,
+    Src,
+    Stack,
+    split_pattern,
+)
 
 
 def children(expr: Expr) -> tuple[Expr, ...]:
@@ -46,6 +59,15 @@ def nodes(expr: Expr) -> Iterator[Expr]:
 def sources(expr: Expr) -> tuple[str, ...]:
     """Names of all `src` leaves, in order, each once."""
     return tuple(dict.fromkeys(node.name for node in nodes(expr) if isinstance(node, Src)))
+
+
+def reorders(expr: Expr) -> bool:
+    """Whether it changes the order of axes somewhere, so that rows of one side may be columns of the other."""
+    return any(
+        len({tuple(name for group in side for name in group) for side in split_pattern(node.pattern)}) > 1
+        for node in nodes(expr)
+        if isinstance(node, Rearrange)
+    )
 
 
 def outer_fuse(expr: Expr) -> Fuse | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,7 @@ from test_optable import follow
 
 import shardfly_jax as sf
 from shardfly_jax.sharding import alternating, optable, records as r
-from shardfly_jax.sharding.groups import LEAST_ROUNDS, Group, whole_tiles
+from shardfly_jax.sharding.groups import LEAST_ROUNDS, Group, band_boxes
 from shardfly_jax.sharding.optable import Phase
 from shardfly_jax.sharding.topology import preset
 
@@ -105,13 +106,24 @@ def test_bands_are_whole_tiles_of_a_transpose() -> None:
     assert len(words) >= 3 * 32
 
 
-@given(rows=st.integers(1, 30_000), rounds=st.integers(1, 200), roots=st.integers(1, 16), columns=st.integers(1, 3))
-def test_whole_tiles_leave_each_root_enough_bands(rows: int, rounds: int, roots: int, columns: int) -> None:
-    group = Group(
-        sf.src("w"), (0, 1), (), ((0, 1), (5, 5 + rows), (0, columns)), (rows * columns, columns, 1), 2, [(0, 0)]
-    )
-    count = whole_tiles(group, rounds * roots, roots)
-    assert count % roots == 0
-    assert min(rounds, LEAST_ROUNDS) * roots <= count <= rounds * roots
-    if count != rounds * roots:
-        assert rows // count >= r.TRANSPOSE_ROWS
+@given(
+    rows=st.integers(1, 60_000),
+    count=st.integers(1, 500),
+    roots=st.integers(1, 16),
+    pattern=st.sampled_from(["a b -> b a", "(h d) b -> b h d", "a b -> a b", "(h d) b -> h d b"]),
+)
+def test_bands_of_what_is_transposed_are_whole_tiles_if_each_root_has_enough(
+    rows: int, count: int, roots: int, pattern: str
+) -> None:
+    expr = sf.src("w").rearrange(pattern, **({"d": 4} if "d" in pattern else {}))
+    group = Group(expr, (0, 1), (), ((0, 1), (5, 5 + rows), (0, 3)), (3 * rows, 3, 1), 2, [(0, 0)])
+    edges = [box[1] for box in band_boxes(group, count, roots)]
+    assert edges[0][0] == 5
+    assert edges[-1][1] == 5 + rows
+    assert all(one[1] == two[0] or one == two for one, two in itertools.pairwise(edges))
+    enough = rows // r.TRANSPOSE_ROWS >= LEAST_ROUNDS * roots
+    if enough and pattern.endswith(("b a", "h d")):
+        assert not any((lo - 5) % r.TRANSPOSE_ROWS for lo, _ in edges)
+        assert len(edges) == min(count, -(-rows // r.TRANSPOSE_ROWS))
+    else:
+        assert band_boxes(group, count, roots) == band_boxes(group, count)
