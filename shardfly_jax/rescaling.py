@@ -103,6 +103,13 @@ def rescale(
     """
     old = plan.registered()
     world = old.part.world if old.part is not None else None
+    if (world is None) != (ranks is None):
+        raise RegistrationError(
+            "rescale: this plan is registered in a world, so say which ranks of the new one live in this process, e.g. "
+            "ranks=plan.replicas[0].ranks of a plan made for the new target."
+            if ranks is None
+            else "rescale: this plan is not registered in a world, so all ranks live in this process. Leave ranks= out."
+        )
     with old.updating(), registering(world):
         new = target if isinstance(target, Plan) else replanned(plan, target)
         new = dataclasses.replace(new, session=None)

@@ -9,7 +9,6 @@ for it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -20,42 +19,51 @@ CHUNK_TILES = 128
 PLAIN = (r.ROWS, r.CAST, r.TRANSPOSE, r.ELEMENTS)
 """Kinds that can be cut between any two tiles."""
 
-type Row = tuple[np.ndarray, tuple[int, int]]
-"""A record with its source and target rank."""
 
-
-def alternating(rows: Iterable[Row]) -> Iterator[Row]:
+def alternating(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The same moves; those to other devices lie evenly among the others between any two records that wait.
 
     Args:
-      rows: Complete records in order.
+      words: int64 [records, WORDS], in order and complete but for the numbers of their tiles.
+
+    Returns:
+      int64 [chunks, WORDS], and int64 [chunks]: the record of which each is a part.
     """
-    for waits, run in itertools.groupby(rows, lambda row: row[0][r.WAIT] >= 0):
-        members = list(run)
-        if waits or len({int(record[r.REMOTE]) for record, _ in members}) == 1:
-            yield from members
-        else:
-            yield from _spread([(chunk, ranks) for record, ranks in members for chunk in chunks(record)])
+    waits = words[:, r.WAIT] >= 0
+    edges = [0, *(np.flatnonzero(np.diff(waits)) + 1).tolist(), len(words)]
+    runs = []
+    for start, stop in itertools.pairwise(edges):
+        run, numbers = words[start:stop], np.arange(start, stop)
+        mixed = not waits[start] and np.ptp(run[:, r.REMOTE]) > 0
+        runs.append(_spread(run, numbers) if mixed else (run, numbers))
+    return np.concatenate([run for run, _ in runs]), np.concatenate([numbers for _, numbers in runs])
 
 
-def _spread(rows: list[Row]) -> list[Row]:
-    tiles = np.array([r.n_tiles(record) for record, _ in rows])
-    remote = np.array([bool(record[r.REMOTE]) for record, _ in rows])
-    place = np.zeros(len(rows))
+def _spread(words: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    parts = [chunks(record) for record in words]
+    words, numbers = np.concatenate(parts), np.repeat(numbers, [len(part) for part in parts])
+    tiles, remote = r.n_tiles(words), words[:, r.REMOTE] > 0
+    place = np.zeros(len(words))
     for side in (remote, ~remote):
         place[side] = (np.cumsum(tiles[side]) - tiles[side] / 2) / tiles[side].sum()
-    return [rows[k] for k in np.argsort(place, kind="stable")]
+    order = np.argsort(place, kind="stable")
+    return words[order], numbers[order]
 
 
-def chunks(record: np.ndarray) -> Iterator[np.ndarray]:
-    """Records that do what one does, in its order; of about `CHUNK_TILES` where its kind can be cut."""
-    tiles = r.n_tiles(record)
+def chunks(record: np.ndarray) -> np.ndarray:
+    """Records that do what one does, in its order; of about `CHUNK_TILES` where its kind can be cut.
+
+    Args:
+      record: int64 [WORDS].
+
+    Returns:
+      int64 [chunks, WORDS].
+    """
+    tiles = int(r.n_tiles(record))
+    if tiles <= CHUNK_TILES or record[r.KIND] not in PLAIN:
+        return record[None]
     steps = [*record[r.EXTENT : r.EXTENT + 3].tolist(), int(record[r.TILES_3]), int(record[r.TILES_4])]
-    axis = next((k for k, n in enumerate(steps) if n > 1), None)
-    if axis is None or tiles <= CHUNK_TILES or record[r.KIND] not in PLAIN:
-        yield record
-        return
+    axis = next(k for k, n in enumerate(steps) if n > 1)
     per_step, width = tiles // steps[axis], {3: int(record[r.TILE_3]), 4: int(record[r.TILE_4])}.get(axis, 1)
-    each = max(CHUNK_TILES // per_step, 1)
-    for first in range(0, steps[axis], each):
-        yield from chunks(r.part(record, axis, first * width, (first + each) * width))
+    parts = r.cut(record, axis, max(CHUNK_TILES // per_step, 1) * width)
+    return parts if per_step <= CHUNK_TILES else np.concatenate([chunks(part) for part in parts])

@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 import numpy as np
 
 from shardfly_jax.sharding import records as r
-from shardfly_jax.sharding.alternating import Row, alternating
+from shardfly_jax.sharding.alternating import alternating
 from shardfly_jax.sharding.formats import Amax, Conversion, Encode, Fill, ToScale, itemsize
 from shardfly_jax.sharding.moves import Key, Move, source_key, target_key
 from shardfly_jax.sharding.ops import Counter, Inbox as Inbox, InboxWords, Op, Phase as Phase
@@ -153,7 +153,7 @@ def make_tables(plan: Plan, place: Mapping[int, Hashable], memory: Callable[[Key
             waiting.setdefault(op.wait, []).append(record)
         builder.add(record, op.ranks)
     for counter, members in signalling.items():
-        arrive = sum(r.n_tiles(record) for record, _ in members)
+        arrive = sum(int(r.n_tiles(record)) for record, _ in members)
         for record in waiting.get(counter, []):
             record[r.WAIT_COUNT] = arrive
         if counter not in waiting:
@@ -226,19 +226,21 @@ class _Builder:
 
     def __init__(self) -> None:
         self.buffers: dict[Key | Inbox, int] = {}
-        self.rows: list[Row] = []
+        self.records: list[np.ndarray] = []
+        self.moves: list[tuple[int, int]] = []
 
     def buffer(self, key: Key | Inbox) -> int:
         return self.buffers.setdefault(key, len(self.buffers))
 
     def add(self, record: np.ndarray, ranks: tuple[int, int]) -> None:
-        self.rows.append((record, ranks))
+        self.records.append(record)
+        self.moves.append(ranks)
 
     def table(self) -> OpTable:
-        records, moves = zip(*alternating(self.rows), strict=True)
-        words = np.stack(records)
-        words[:, r.END_TILE] = ends = np.cumsum([r.n_tiles(record) for record in records])
+        words, numbers = alternating(np.stack(self.records))
+        words[:, r.END_TILE] = ends = np.cumsum(r.n_tiles(words))
         words[1:, r.FIRST_TILE] = ends[:-1]
+        moves = tuple(self.moves[number] for number in numbers)
         return OpTable(words.astype(np.uint32).view(np.int32), tuple(self.buffers), int(ends[-1]), moves)
 
 

@@ -250,28 +250,32 @@ def record(kind: int, region: Region, dims: list[Dim], tiles: tuple[int, int]) -
     return out
 
 
-def part(record: np.ndarray, axis: int, start: int, stop: int) -> np.ndarray:
-    """A record of what lies between two indices of a dimension; of a plain kind, and whole tiles but for the last.
+def cut(record: np.ndarray, axis: int, length: int) -> np.ndarray:
+    """A record of a plain kind, cut along a dimension.
 
     Args:
       record: int64 [WORDS].
       axis: Of the five dimensions.
-      start, stop: The first index and the one behind the last; the end of the dimension if that comes first.
+      length: Of each part but the last one: whole tiles.
+
+    Returns:
+      int64 [parts, WORDS], in order.
     """
-    out = record.copy()
-    extent = min(stop, int(record[EXTENT + axis])) - start
-    out[EXTENT + axis] = extent
+    starts = np.arange(0, record[EXTENT + axis], length)
+    out = np.repeat(record[None], len(starts), axis=0)
+    out[:, EXTENT + axis] = np.minimum(length, record[EXTENT + axis] - starts)
     if axis >= 3:
-        out[(TILES_3, TILES_4)[axis - 3]] = -(-extent // int(record[(TILE_3, TILE_4)[axis - 3]]))
+        tile, tiles = ((TILE_3, TILES_3), (TILE_4, TILES_4))[axis - 3]
+        out[:, tiles] = -(-out[:, EXTENT + axis] // record[tile])
     for offset, stride in ((SOURCE_OFFSET, SOURCE_STRIDE), (TARGET_OFFSET, TARGET_STRIDE)):
-        step = stride + 2 * axis
-        out[offset : offset + 2] = words(_value(record, offset) + start * _value(record, step))
+        at = _value(record, offset) + starts * _value(record, stride + 2 * axis)
+        out[:, offset : offset + 2] = np.stack([at & 0xFFFFFFFF, at >> 32 & 0xFFFFFFFF], axis=1)
     return out
 
 
-def n_tiles(record: np.ndarray) -> int:
-    """Tiles of a record."""
-    return int(record[TILES_3] * record[TILES_4] * record[EXTENT : EXTENT + 3].prod())
+def n_tiles(record: np.ndarray) -> np.ndarray:
+    """Tiles of a record, or int64 [...] of records [..., WORDS]."""
+    return record[..., TILES_3] * record[..., TILES_4] * record[..., EXTENT : EXTENT + 3].prod(-1)
 
 
 def source_offset(record: np.ndarray) -> int:

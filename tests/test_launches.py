@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardfly_jax.executors.launches import Report
+from shardfly_jax.executors.launches import LINE_NBYTES, Report
 
 STAMP = 0x1234_5678_9ABC_DEF0
 OLD, NEW = [7, 7, 7, 7], [1, 2, 3, 4]
@@ -16,10 +16,17 @@ OLD, NEW = [7, 7, 7, 7], [1, 2, 3, 4]
 
 
 class Queued:
-    """An array of the host's memory that a launch has yet to fill; JAX hears of it when `heard` is set."""
+    """An array of the host's memory that a launch has yet to fill; JAX hears of it when `heard` is set.
 
-    def __init__(self) -> None:
-        self.memory = np.array([*OLD, 0xFFFFFFFF, 0], np.uint32)
+    Args:
+      offset: Bytes from the start of a cache line.
+    """
+
+    def __init__(self, offset: int = 0) -> None:
+        line = np.zeros(3 * LINE_NBYTES // 4, np.uint32)
+        start = -line.ctypes.data % LINE_NBYTES // 4 + offset // 4
+        self.memory = line[start : start + 6]
+        self.memory[:] = [*OLD, 0xFFFFFFFF, 0]
         self.nbytes, self.heard = self.memory.nbytes, threading.Event()
         self.error: RuntimeError | None = None
 
@@ -70,3 +77,14 @@ def test_a_launch_that_failed_reports_the_error_of_jax() -> None:
     with pytest.raises(RuntimeError, match="ILLEGAL_ADDRESS"):
         report.words()
     assert report.is_over()
+
+
+@pytest.mark.parametrize(("offset", "torn"), [(0, False), (40, False), (48, True), (56, True)])
+def test_a_report_that_may_come_in_two_parts_is_not_read_before_jax_says_so(offset: int, torn: bool) -> None:
+    queued = Queued(offset)
+    report = Report(queued, STAMP)  # type: ignore[arg-type]
+    queued.fill()
+    assert report.is_over() is not torn
+    queued.heard.set()
+    assert report.is_over()
+    assert report.words().tolist() == [NEW[:2], NEW[2:]]

@@ -125,7 +125,7 @@ def test_ranks_are_said_in_a_world_and_those_of_others_are_refused(rendezvous: A
         members = Processes(hasty, [0, 1], [2, 3], [4, 5])
         with members as (trainer, first, second):
             members.update(1)
-            with pytest.raises(sf.RegistrationError, match="world and ranks go together"):
+            with pytest.raises(sf.RegistrationError, match="rescale: this plan is registered in a world, so say which"):
                 sf.rescale(trainer.plan, target_of(1))
             assert errors(members.update(2)) == [], "nothing has changed"
             first.rescale([2, 3], 1)

@@ -245,7 +245,7 @@ class Report:
 
     JAX learns of the end of a launch from a thread that the driver wakes, half a millisecond late. The report's memory
     shows it at once: its last words are a number that no other launch of this process is given. A report is one copy
-    within one cache line, so what stands before that number has come with it.
+    within one cache line, so what stands before that number has come with it; one that is not is JAX's to wait for.
 
     Args:
       array: In the host's memory, perhaps not yet computed: int32 [works * lw.REPORT_SIZE + STAMP_SIZE].
@@ -256,11 +256,14 @@ class Report:
         self._array, self._stamp = array, stamp
 
     @functools.cached_property
-    def _memory(self) -> np.ndarray:
-        return host_bytes(self._array.unsafe_buffer_pointer(), self._array.nbytes).view(np.uint64)
+    def _memory(self) -> np.ndarray | None:
+        address, nbytes = self._array.unsafe_buffer_pointer(), self._array.nbytes
+        if address // LINE_NBYTES != (address + nbytes - 1) // LINE_NBYTES:
+            return None
+        return host_bytes(address, nbytes).view(np.uint64)
 
     def _has_come(self) -> bool:
-        return int(self._memory[-1]) == self._stamp
+        return self._memory is not None and int(self._memory[-1]) == self._stamp
 
     def is_over(self) -> bool:
         """Whether the launch has ended."""
@@ -275,12 +278,15 @@ class Report:
         began = time.monotonic()
         while not self.is_over():
             time.sleep(min(max((time.monotonic() - began) * NAP, LEAST_NAP_SECS), MOST_NAP_SECS))
-        words = self._memory.copy() if self._has_come() else np.asarray(self._array).view(np.uint64)
-        return words[:-1].view(np.uint32).reshape(-1, lw.REPORT_SIZE)
+        words = self._memory
+        if words is None or not self._has_come():
+            words = np.asarray(self._array).view(np.uint64)
+        return words[:-1].copy().view(np.uint32).reshape(-1, lw.REPORT_SIZE)
 
 
 NAP, LEAST_NAP_SECS, MOST_NAP_SECS = 1e-3, 2e-5, 1e-2
 """How long a host sleeps before it looks again: a part of what it has waited already."""
+LINE_NBYTES = 64
 STAMP_SIZE = 2
 _STAMPS = itertools.count(secrets.randbits(63))
 _COMPILED: set[tuple[object, ...]] = set()

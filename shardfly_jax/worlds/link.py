@@ -244,7 +244,8 @@ class Link:
         self._socket.close(1000 if self._stopping else 0)  # ms, for *leave* to get out
 
     def _lose(self, why: str) -> None:
-        log.warning("world lost: %s", why)
+        if self.lost is None:  # else it was said already, as by the first of many messages
+            log.warning("world lost: %s", why)
         self._end(why)
 
     def _end(self, why: str) -> None:
