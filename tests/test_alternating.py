@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from numpy_records import tiles_of
-from random_problems import Case, cases, expected_buffers, source_buffers
-from test_optable import follow
+from random_problems import Case, cases
+from test_optable import check_followed
 
 import shardfly_jax as sf
 from shardfly_jax.sharding import alternating, optable, records as r
@@ -59,11 +59,7 @@ def test_a_table_in_small_chunks_does_what_the_mapping_means(case: Case, devices
     plan = case.plan()
     with mock.patch.object(alternating, "CHUNK_TILES", 1), mock.patch.object(r, "ELEMENTS_TILE_SIZE", 4):
         tables = optable.make_tables(plan, {rank: rank % devices for rank in range(plan.ranks)}, lambda key: key)
-    want = expected_buffers(case, plan)
-    memory = {key: np.full(flat.nbytes, 0xA5, np.uint8) for key, flat in want.items()} | source_buffers(case, plan)
-    follow(tables, memory)
-    for key, flat in want.items():
-        assert memory[key].tobytes() == flat.tobytes()
+    check_followed(case, plan, tables)
 
 
 def sent(*gpus: int, nbytes: int = 100 << 20) -> np.ndarray:

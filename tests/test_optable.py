@@ -87,6 +87,15 @@ def follow(tables: OpTables, memory: dict[Key, np.ndarray]) -> None:
         assert sum(map(len, queues.values())) < before, "nothing can go on"
 
 
+def check_followed(case: Case, plan: sf.Plan, tables: OpTables) -> None:
+    """Tables of a random case do what its mapping means."""
+    want = expected_buffers(case, plan)
+    memory = {key: np.full(flat.nbytes, 0xA5, np.uint8) for key, flat in want.items()} | source_buffers(case, plan)
+    follow(tables, memory)
+    for key, flat in want.items():
+        assert memory[key].tobytes() == flat.tobytes()
+
+
 def check_what_it_waits_for(tables: OpTables, device: int) -> None:
     """*send* waits for nothing but what it has written before, on its own device."""
     sent = tables.tables[device, Phase.SEND]
@@ -122,11 +131,7 @@ def execute(
 def test_following_the_records_gives_what_the_mapping_means(case: Case, devices: int) -> None:
     plan = case.plan()
     tables = optable.make_tables(plan, {rank: rank % devices for rank in range(plan.ranks)}, lambda key: key)
-    want = expected_buffers(case, plan)
-    memory = {key: np.full(flat.nbytes, 0xA5, np.uint8) for key, flat in want.items()} | source_buffers(case, plan)
-    follow(tables, memory)
-    for key, flat in want.items():
-        assert memory[key].tobytes() == flat.tobytes()
+    check_followed(case, plan, tables)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 5])
