@@ -169,7 +169,8 @@ def test_tokens_come_from_the_synced_weights_only(rng: np.random.Generator) -> N
     before = drawn(sf.sync(loop.policy, loop.plan))
     randomize(loop.policy, rng)
     assert (drawn(sf.params(loop.plan)) == before).all(), "the trainer's new weights were seen before a sync"
-    assert (drawn(sf.sync(loop.policy, loop.plan)) != before).any(axis=1).mean() > 0.5
+    changed = (drawn(sf.sync(loop.policy, loop.plan)) != before).any(axis=1).mean()
+    assert changed > 0.2, "none change where old weights are served; 0.49 to 0.93 of them with random ones"
     nnx.update(loop.policy, jax.tree.map(lambda x: x * np.nan, nnx.state(loop.policy, nnx.Param)))
     assert np.isfinite(np.asarray(draw(loop, rng, sf.params(loop.plan)).logps)).all()
 
