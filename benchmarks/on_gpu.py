@@ -109,7 +109,7 @@ def run(report: Callable[[str], None], quantizing: bool = False) -> list[dict[st
         report(f"{label}, {dtype}")
         case = make()
         row = {"case": label, "trainer_dtype": dtype} | measure(gpu, case) | rate
-        if case.in_step:
+        if case.all_ways:
             row["step_secs"] = step_secs(case.params, case.plan)
             row["portable_secs"] = portable_secs(case)
         launched = statistics.median(row["launched_secs"])
@@ -136,14 +136,14 @@ class Case:
       plan: Registered.
       update: The best jitted XLA program for the same targets, by name.
       on_host: Whether to compare with the mapping's meaning on the host too.
-      in_step: Whether to send from a jitted step too, and by the portable executor.
+      all_ways: Whether to send from a jitted step and by the portable executor too.
     """
 
     params: Any
     plan: sf.Plan
     update: Callable[[], dict[str, jax.Array]]
     on_host: bool = False
-    in_step: bool = False
+    all_ways: bool = False
 
 
 def cases(gpu: jax.Device) -> Iterator[tuple[str, str, Callable[[], Case]]]:
@@ -171,7 +171,7 @@ def of_model(gpu: jax.Device, name: str, layers: int, dtype: str, quantization: 
     trainer = sf.engines.tunix.trainer(model, Mesh(one, ("fsdp", "tp")), dtype=dtype)
     rollout = sf.engines.vllm.rollout(model, Mesh(one, ("replica", "tp")), quantization=quantization)
     plan = sf.make_plan(trainer.params, rollout.params, sf.engines.route(trainer, rollout), allow_cast="*")
-    return _case(random_params(trainer.params), plan, on_host=name == MODELS[0][0], in_step=quantization is None)
+    return _case(random_params(trainer.params), plan, on_host=name == MODELS[0][0], all_ways=quantization is None)
 
 
 def of_matrices(gpu: jax.Device, what: str, dtype: str) -> Case:
@@ -221,9 +221,9 @@ def _quantized(device: jax.Device, format: sf.formats.Format, source: dict[str, 
     return target, sf.Mapping(mapping)
 
 
-def _case(params: Any, plan: sf.Plan, on_host: bool = False, in_step: bool = False) -> Case:
+def _case(params: Any, plan: sf.Plan, on_host: bool = False, all_ways: bool = False) -> Case:
     update = make_update(plan)
-    return Case(params, sf.register(plan, executor="persistent"), lambda: update(params), on_host, in_step)
+    return Case(params, sf.register(plan, executor="persistent"), lambda: update(params), on_host, all_ways)
 
 
 def random_params(shapes: Any) -> Any:

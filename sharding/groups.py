@@ -172,12 +172,7 @@ def band_boxes(group: Group, count: int, roots: int = 0) -> list[Box]:
       roots: How many roots share the parts, if those of a transpose shall be whole tiles: what is left of a tile costs
         as much as a whole one. Such parts may be few, but each root keeps `LEAST_ROUNDS`. 0: parts of any size.
     """
-    grains, axes = _grains(group), _long(box_shape(group.box), _outermost_first(group))
-    if roots and axes and set(grains) == {1} and reorders(group.expr):
-        tiles = box_shape(group.box)[axes[0]] // TRANSPOSE_ROWS
-        if tiles >= LEAST_ROUNDS * roots:
-            grains = tuple(TRANSPOSE_ROWS if axis == axes[0] else 1 for axis in range(len(grains)))
-    return _cut(group.box, _outermost_first(group), count, grains)
+    return _cut(group.box, _outermost_first(group), count, _grains(group, roots))
 
 
 def band_sizes(group: Group, count: int) -> tuple[int, int, int]:
@@ -200,11 +195,19 @@ def bands_of(group: Group, boxes: Sequence[Box]) -> list[Band]:
     return out
 
 
-def _grains(group: Group) -> tuple[int, ...]:
-    """What bands are multiples of, per axis: the blocks of a quantized group, which are encoded in one piece."""
+def _grains(group: Group, roots: int = 0) -> tuple[int, ...]:
+    """What bands are multiples of, per axis: the blocks of a quantized group, which are encoded in one piece.
+
+    Args:
+      group: With its box.
+      roots: As for `band_boxes`.
+    """
     expr = quantized(group.expr)
     if expr is None:
-        return (1,) * len(group.box)
+        shape = box_shape(group.box)
+        outermost = _long(shape, _outermost_first(group))[:1] if roots and reorders(group.expr) else ()
+        tiled = {axis for axis in outermost if shape[axis] // TRANSPOSE_ROWS >= LEAST_ROUNDS * roots}
+        return tuple(TRANSPOSE_ROWS if axis in tiled else 1 for axis in range(len(shape)))
     rows, columns = expr.format.block
     columns = columns if columns is None else columns // expr.format.per_byte
     sizes = zip((rows, columns), expr.segments, group.box[-2:], strict=True)

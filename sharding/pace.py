@@ -220,7 +220,7 @@ def _most_nbytes(tick: Fraction, least: Fraction, large: Sequence[Group], once: 
         waiting = depth / (depth + min(ticks, SLOTS / layers) / 2)
         lasts = (1 - waiting) * each / passed + waiting * largest
         late = 1 + filling / min(ticks * layers, Fraction(SLOTS))
-        ragged = sum(group.box_nbytes for group, number, _, _ in cuts if 2 * number % group.trees and not unequal)
+        ragged = 0 if unequal else sum(g.box_nbytes for g, number, _, _ in cuts if number % max(g.sizes))
         drawn = 1 + RAGGED * ragged / sum(group.box_nbytes for group in large)
         distance = 1 + DISTANCE * max(math.log2(tick / 2 / most), 0)
         return float(ticks * lasts * late * (1 + largest / long)) * drawn * distance

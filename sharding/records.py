@@ -269,7 +269,7 @@ def cut(record: np.ndarray, axis: int, length: int) -> np.ndarray:
         out[:, tiles] = -(-out[:, EXTENT + axis] // record[tile])
     for offset, stride in ((SOURCE_OFFSET, SOURCE_STRIDE), (TARGET_OFFSET, TARGET_STRIDE)):
         at = _value(record, offset) + starts * _value(record, stride + 2 * axis)
-        out[:, offset : offset + 2] = np.stack([at & 0xFFFFFFFF, at >> 32 & 0xFFFFFFFF], axis=1)
+        out[:, offset : offset + 2] = np.stack(words(at), axis=1)
     return out
 
 
@@ -292,6 +292,6 @@ def _value(record: np.ndarray, word: int) -> int:
     return int(record[word] | record[word + 1] << 32)  # int64, so that a negative stride is one again
 
 
-def words(value: int) -> list[int]:
-    """A 64-bit number as two words, the low one first."""
+def words[T: (int, np.ndarray)](value: T) -> list[T]:
+    """64-bit numbers as two words, the low one first."""
     return [value & 0xFFFFFFFF, (value >> 32) & 0xFFFFFFFF]

@@ -166,11 +166,15 @@ def test_tokens_come_from_the_synced_weights_only(rng: np.random.Generator) -> N
     def drawn(weights: dict[str, jax.Array]) -> np.ndarray:
         return np.asarray(rollout.sample(weights, prompts, key, sizes=grpo.SIZES, mesh=loop.rollout_mesh).tokens)
 
-    before = drawn(sf.sync(loop.policy, loop.plan))
-    randomize(loop.policy, rng)
-    assert (drawn(sf.params(loop.plan)) == before).all(), "the trainer's new weights were seen before a sync"
-    changed = (drawn(sf.sync(loop.policy, loop.plan)) != before).any(axis=1).mean()
-    assert changed > 0.2, "none change where old weights are served; 0.49 to 0.93 of them with random ones"
+    before, changed = drawn(sf.sync(loop.policy, loop.plan)), []
+    for _ in range(4):  # as weights are random, so is how much they change: 0.49 to 0.93 of the rows in 25 draws
+        randomize(loop.policy, rng)
+        assert (drawn(sf.params(loop.plan)) == before).all(), "the trainer's new weights were seen before a sync"
+        after = drawn(sf.sync(loop.policy, loop.plan))
+        changed.append((after != before).any(axis=1).mean())
+        before = after
+    assert np.mean(changed) > 0.5
+    assert min(changed) > 0, "old weights were served"
     nnx.update(loop.policy, jax.tree.map(lambda x: x * np.nan, nnx.state(loop.policy, nnx.Param)))
     assert np.isfinite(np.asarray(draw(loop, rng, sf.params(loop.plan)).logps)).all()
 
