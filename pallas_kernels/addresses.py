@@ -126,6 +126,16 @@ def store_shared(at: Int, word: Int) -> None:
     ptx("st.shared.u32 [$0], $1;", "r,r", at, word)
 
 
+def load_shared_element(at: Int, nbytes: int) -> Int:
+    """1, 2 or 4 bytes, zero-extended."""
+    return ptx_value(f"ld.shared.u{8 * nbytes} $0, [$1];", "=r,r", at)
+
+
+def store_shared_element(at: Int, word: Int, nbytes: int) -> None:
+    """The low 1, 2 or 4 bytes of a word."""
+    ptx(f"st.shared.u{8 * nbytes} [$0], $1;", "r,r", at, word)
+
+
 def load_shared_vector(at: Int) -> list[Int]:
     """16 aligned bytes as four words."""
     return _four("ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", at)

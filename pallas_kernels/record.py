@@ -133,6 +133,9 @@ class Record:
                 if not (fills(conversion) or quantizes(conversion)):
                     with when(kind == r.TRANSPOSE):
                         tiles.transpose(tile, where, conversion)
+                    if r.transposes_elements(conversion):
+                        with when(kind == r.TRANSPOSE_ELEMENTS):
+                            tiles.transpose_elements(tile, where, conversion)
                 with when(kind == r.ELEMENTS):
                     tiles.elements(tile, where(), conversion, self.refuse)
 

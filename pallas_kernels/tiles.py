@@ -2,8 +2,8 @@
 
 To local memory everything goes through registers: at most `LOADS_IN_FLIGHT` vector loads of 16 bytes per thread before
 the first store, and stores of whole 256-byte rows. A transpose passes through shared memory, where each thread puts
-a small block that it has transposed in registers. To another device, rows go by bulk stores from shared memory: links
-are fastest so.
+a small block that it has transposed in registers, or single elements where widths are odd. To another device, rows go
+by bulk stores from shared memory: links are fastest so.
 
 Shared memory holds one tile, rows of `TRANSPOSE_ROW_NBYTES` for transposes. Their 16-byte pieces are swizzled
 (exclusive or of piece and row group) where threads read them again, so that no two threads of a quarter warp meet in a
@@ -23,7 +23,10 @@ from shardfly_jax.sharding.formats import NOT_FINITE, Conversion, ToScale, items
 
 LOADS_IN_FLIGHT = 16
 """Vector loads that a thread issues before it stores what the first one brought."""
-ELEMENTS_IN_FLIGHT = 16
+ELEMENTS_IN_FLIGHT, TRANSPOSED_IN_FLIGHT = 16, 32
+WARP = 32
+SWIZZLED_ROWS = r.TRANSPOSE_ROW_NBYTES // 4
+"""Rows of a tile that is transposed by elements until their swizzles repeat: words of one."""
 PIECES = r.TRANSPOSE_ROW_NBYTES // r.PIECE_NBYTES
 """Pieces of a row of a transposed tile."""
 WORDS_CONVERSION = Conversion("uint32", (), "uint32")
@@ -228,6 +231,42 @@ def _transposed(conversion: Conversion, vectors: Sequence[Sequence[Int]]) -> lis
         return rows
     columns = [m.unpack(words, width) for words in vectors]
     return [convert_packed(conversion, [column[row] for column in columns]) for row in range(len(columns[0]))]
+
+
+def transpose_elements(tile: Tile, where: Callable[[], Place], conversion: Conversion) -> None:
+    """A `TRANSPOSE_ELEMENTS` tile: a warp reads neighbours along dimension 3, and stores neighbours along dimension 4.
+
+    A thread reads one row of the tile, and keeps it in a row of shared memory whose words are swizzled by its number.
+
+    Args:
+      where: Computes where it goes: called when the tile is in shared memory.
+    """
+    read, write = itemsize(conversion.source), itemsize(conversion.target)
+    most, last = r.TRANSPOSE_ROW_NBYTES // write, tile.columns - 1
+    first = tile.read_at(tile.thread.at_most(tile.rows - 1), const(0))
+
+    def shared_at(row: Int, column: Int) -> Int:
+        return tile.shared + row * r.TRANSPOSE_ROW_NBYTES + ((column * write) ^ (row % SWIZZLED_ROWS * 4))
+
+    def bring(start: Int) -> None:
+        columns = [(start + k).at_most(last) for k in range(TRANSPOSED_IN_FLIGHT)]
+        loaded = [m.load_element(first + column * tile.read[1], read) for column in columns]
+        for column, words in zip(columns, loaded, strict=True):
+            m.store_shared_element(shared_at(tile.thread, column), convert(conversion, words)[0], write)
+
+    claim_shared()
+    for_range(const(0), tile.columns, TRANSPOSED_IN_FLIGHT, bring)
+    m.barrier()
+    place, lane = where(), tile.thread % WARP
+
+    def leave(row: Int) -> None:
+        columns = [lane + k for k in range(0, most, WARP)]
+        words = [m.load_shared_element(shared_at(row, column.at_most(last)), write) for column in columns]
+        for column, word in zip(columns, words, strict=True):
+            with when(column < tile.columns):
+                m.store_element(place.write_at(row, column), [word], write)
+
+    for_range(tile.thread // WARP, tile.rows, m.THREADS // WARP, leave)
 
 
 def elements(tile: Tile, place: Place, conversion: Conversion, refuse: Callable[[Int], None]) -> None:

@@ -16,7 +16,7 @@ from shardfly_jax.sharding import records as r
 
 CHUNK_TILES = 128
 """Tiles of a chunk, about: 4 MB."""
-PLAIN = (r.ROWS, r.CAST, r.TRANSPOSE, r.ELEMENTS)
+PLAIN = (r.ROWS, r.CAST, r.TRANSPOSE, r.TRANSPOSE_ELEMENTS, r.ELEMENTS)
 """Kinds that can be cut between any two tiles."""
 
 

@@ -2,17 +2,18 @@
 
 A record covers a strided region of up to five dimensions and is cut into *tiles*. Offsets and strides count bytes;
 64-bit fields take two words, the low one first. Dimensions 0 to 2 are walked tile by tile, dimensions 3 and 4 are cut
-into pieces of `TILE_3` and `TILE_4`. There are four kinds of plain ones (`quantized_records` has those that quantize):
+into pieces of `TILE_3` and `TILE_4`. There are five kinds of plain ones (`quantized_records` has those that quantize):
 
 * `ROWS`: bits whose runs lie one after the other on both sides. Dimension 4 counts pieces of 16 bytes.
 * `CAST`: the same with a conversion. Dimension 4 counts groups of the fewest elements that are whole pieces of 16 bytes
   on both sides.
 * `TRANSPOSE`: dimension 3 is the one that is contiguous in the source, dimension 4 the one that is contiguous in the
   target. Both are multiples of a piece of 16 bytes on their side.
+* `TRANSPOSE_ELEMENTS`: a transpose of any widths and addresses, an element at a time on both sides.
 * `ELEMENTS`: anything else, an element at a time; dimension 4 has the smallest target stride.
 
 All addresses of the first three are multiples of 16 bytes, given that buffers are. A move that is aligned only inside,
-or whose length is odd, gives one record of them for its inside and `ELEMENTS` for its edges.
+or whose length is odd, gives one record of them for its inside and element-wise ones for its edges.
 """
 
 from __future__ import annotations
@@ -25,9 +26,18 @@ import numpy as np
 
 from shardfly_jax.sharding.formats import Conversion, ToScale, itemsize
 
-ROWS, CAST, TRANSPOSE, ELEMENTS, BLOCK_ROWS, BLOCK_TRANSPOSE, REDUCE_ELEMENTS, ENCODE_ELEMENTS, PACKED_BLOCKS = range(
-    1, 10
-)
+(
+    ROWS,
+    CAST,
+    TRANSPOSE,
+    TRANSPOSE_ELEMENTS,
+    ELEMENTS,
+    BLOCK_ROWS,
+    BLOCK_TRANSPOSE,
+    REDUCE_ELEMENTS,
+    ENCODE_ELEMENTS,
+    PACKED_BLOCKS,
+) = range(1, 11)
 DIMS = 5
 PIECE_NBYTES = 16
 """Bytes of a vector load or store."""
@@ -37,6 +47,8 @@ TRANSPOSE_ROWS = 128
 """Elements of dimension 3 in a tile of a transpose: rows of the target."""
 TRANSPOSE_ROW_NBYTES = 256
 """Bytes of dimension 4 in a tile of a transpose: what is stored contiguously."""
+LEAST_TRANSPOSED = 32
+"""Elements of both dimensions from which on a transpose an element at a time goes through shared memory."""
 ELEMENTS_TILE_SIZE = 8192
 ELEMENTS_TILE_4 = 128
 
@@ -119,6 +131,11 @@ def pieces(conversion: Conversion) -> tuple[int, int]:
     return read // min(read, write), write // min(read, write)
 
 
+def transposes_elements(conversion: Conversion) -> bool:
+    """Whether elements are at most four bytes on both sides, so that `TRANSPOSE_ELEMENTS` records can hold them."""
+    return max(itemsize(conversion.source), itemsize(conversion.target)) <= 4
+
+
 def records_of(region: Region, conversion: Conversion, fills: bool) -> Iterator[np.ndarray]:
     """The records of a move, in any order: they cover its region once.
 
@@ -138,7 +155,7 @@ def records_of(region: Region, conversion: Conversion, fills: bool) -> Iterator[
             inside = _aligned(region, straight, group, (read, write))
             if inside is not None:
                 yield from _around(
-                    region, {straight: inside}, read, lambda inner: _straight(inner, straight, conversion)
+                    region, {straight: inside}, conversion, lambda inner: _straight(inner, straight, conversion)
                 )
                 return
         n = _find(region, lambda dim: dim.read == read and dim.extent > 1)
@@ -150,8 +167,10 @@ def records_of(region: Region, conversion: Conversion, fills: bool) -> Iterator[
             }
             whole = {axis: inside for axis, inside in ranges.items() if inside is not None}
             if len(whole) == 2:
-                yield from _around(region, whole, read, lambda inner: _transpose(inner, n, k, write))
+                yield from _around(region, whole, conversion, lambda inner: _transpose(inner, n, k, write))
                 return
+        yield _element_wise(region, conversion)
+        return
     yield _elements(region, read)
 
 
@@ -183,7 +202,10 @@ def _aligned(region: Region, axis: int, group: int, steps: tuple[int, int]) -> t
 
 
 def _around(
-    region: Region, inside: dict[int, tuple[int, int]], read: int, record: Callable[[Region], np.ndarray]
+    region: Region,
+    inside: dict[int, tuple[int, int]],
+    conversion: Conversion,
+    record: Callable[[Region], np.ndarray],
 ) -> Iterator[np.ndarray]:
     """A record of the inside, and element-wise ones of what is left around it."""
     edges = []
@@ -193,7 +215,7 @@ def _around(
         edges += [region.cut(axis, stop, extent)] if stop < extent else []
         region = region.cut(axis, start, stop)
     yield record(region)
-    yield from (_elements(edge, read) for edge in edges)
+    yield from (_element_wise(edge, conversion) for edge in edges)
 
 
 def _straight(region: Region, axis: int, conversion: Conversion) -> np.ndarray:
@@ -209,10 +231,19 @@ def _straight(region: Region, axis: int, conversion: Conversion) -> np.ndarray:
     return record(kind, region, [*others, third, inner], (tile_3, tile_4))
 
 
-def _transpose(region: Region, n: int, k: int, write: int) -> np.ndarray:
+def _transpose(region: Region, n: int, k: int, write: int, kind: int = TRANSPOSE) -> np.ndarray:
     others = [dim for axis, dim in enumerate(region.dims) if axis not in (n, k)]
     tiles = (TRANSPOSE_ROWS, TRANSPOSE_ROW_NBYTES // write)
-    return record(TRANSPOSE, region, [*others, region.dims[n], region.dims[k]], tiles)
+    return record(kind, region, [*others, region.dims[n], region.dims[k]], tiles)
+
+
+def _element_wise(region: Region, conversion: Conversion) -> np.ndarray:
+    read, write = itemsize(conversion.source), itemsize(conversion.target)
+    n = _find(region, lambda dim: dim.read == read and dim.write != write and dim.extent >= LEAST_TRANSPOSED)
+    k = _find(region, lambda dim: dim.write == write and dim.read != read and dim.extent >= LEAST_TRANSPOSED)
+    if n is None or k is None or not transposes_elements(conversion):
+        return _elements(region, read)
+    return _transpose(region, n, k, write, TRANSPOSE_ELEMENTS)
 
 
 def _elements(region: Region, read: int) -> np.ndarray:

@@ -78,18 +78,20 @@ def test_the_kernel_moves_matrices_of_any_size_and_alignment(case: Case, devices
 
 
 def every_kind(replicas: int = 3) -> Case:
-    """Replicas fed by each other: rows, casts, transposes, and a tensor too odd for vectors."""
+    """Replicas fed by each other: rows, casts, transposes, and tensors too odd for vectors."""
     rng = np.random.default_rng()
     arrays = {
         "rows": fill(rng, (8, 272), "bfloat16"),
         "cast": fill(rng, (12, 40), "float32"),
         "turn": fill(rng, (16, 144), "bfloat16"),
+        "skew": fill(rng, (33, 47), "float32"),
         "odd": fill(rng, (5, 7), "float32"),
     }
     target = {
         "rows": (src("rows")[:, 16:], (8, 256), "bfloat16"),
         "cast": (src("cast"), (12, 40), "bfloat16"),
         "turn": (src("turn").rearrange("a b -> b a"), (144, 16), "bfloat16"),
+        "skew": (src("skew").rearrange("a b -> b a"), (47, 33), "bfloat16"),
         "odd": (src("odd"), (5, 7), "float32"),
     }
     return replicated(arrays, target, replicas)
@@ -103,7 +105,7 @@ def test_every_kind_of_record_is_moved_and_forwarded(
 ) -> None:
     job = Job(every_kind(), devices=devices, blocks=blocks, workers=workers)
     kinds = {int(kind) for table in job.tables.tables.values() for kind in table.words[:, r.KIND]}
-    assert kinds == {r.ROWS, r.CAST, r.TRANSPOSE, r.ELEMENTS}
+    assert kinds == {r.ROWS, r.CAST, r.TRANSPOSE, r.TRANSPOSE_ELEMENTS, r.ELEMENTS}
     assert any((table.words[:, r.WAIT] >= 0).any() for table in job.tables.tables.values())
     for _ in range(2):
         fresh = Job(every_kind())

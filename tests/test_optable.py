@@ -174,7 +174,22 @@ REGIONS = {
     "a transpose of rows of odd length": (
         BITS2,
         r.Region((r.Dim(32, 2, 128), r.Dim(64, 66, 2)), 0, 0),
-        {r.ELEMENTS: 2048},
+        {r.TRANSPOSE_ELEMENTS: 2048},
+    ),
+    "a transpose of rows of odd length, of few columns": (
+        BITS2,
+        r.Region((r.Dim(32, 2, 62), r.Dim(31, 66, 2)), 0, 0),
+        {r.ELEMENTS: 992},
+    ),
+    "a transpose of rows of odd length, of 8 bytes": (
+        conversion("int64", (), "int64"),
+        r.Region((r.Dim(32, 8, 264), r.Dim(33, 264, 8)), 0, 0),
+        {r.ELEMENTS: 1056},
+    ),
+    "a ragged transpose with wide edges": (
+        BITS2,
+        r.Region((r.Dim(64, 2, 256), r.Dim(47, 160, 2)), 0, 0),
+        {r.TRANSPOSE: 64 * 40, r.ELEMENTS: 64 * 7},
     ),
 }
 
@@ -223,9 +238,9 @@ def test_rows_that_records_join_to_what_the_kernel_cannot_count_are_a_reason_aga
 @pytest.mark.parametrize(
     ("shape", "dtype", "expr", "target", "kind"),
     [
-        ((64, 4100), "bfloat16", sf.src("w").rearrange("a b -> b a"), (4100, 64), r.ELEMENTS),
+        ((64, 4100), "bfloat16", sf.src("w").rearrange("a b -> b a"), (4100, 64), r.TRANSPOSE_ELEMENTS),
         ((64, 4104), "bfloat16", sf.src("w").rearrange("a b -> b a"), (4104, 64), r.TRANSPOSE),
-        ((4100, 64), "float32", sf.src("w").rearrange("a b -> b a"), (64, 4100), r.ELEMENTS),
+        ((4100, 64), "float32", sf.src("w").rearrange("a b -> b a"), (64, 4100), r.TRANSPOSE_ELEMENTS),
         ((16, 4096), "bfloat16", sf.src("w")[3:, 5:], (13, 4091), r.ELEMENTS),
         ((4096, 1001), "bfloat16", sf.src("w"), (4096, 1001), r.ROWS),
     ],

@@ -27,6 +27,7 @@ from gpu_scene import (
 from jax.sharding import AbstractMesh, SingleDeviceSharding
 
 import shardfly_jax as sf
+from shardfly_jax.sharding import records as r
 from shardfly_jax.sharding.formats import np_dtype
 
 pytestmark = pytest.mark.gpu
@@ -40,6 +41,7 @@ def test_slices_at_any_offset_in_any_order_arrive_bit_for_bit(dtype: str) -> Non
     seed = secrets.randbits(32)
     print("seed", seed)
     rng = np.random.default_rng(seed)
+    kinds: set[int] = set()
     for _ in range(25):
         arrays, mapping, want = {}, {}, {}
         for k in range(8):
@@ -57,6 +59,9 @@ def test_slices_at_any_offset_in_any_order_arrive_bit_for_bit(dtype: str) -> Non
             buffers = sf.sync(params, plan)
             for name, x in want.items():
                 assert np.array_equal(bits(buffers[name]), bits(x)), (seed, name, x.shape)
+        for work in executor_of(plan).works["send"].values():
+            kinds |= set(work.table.words[:, r.KIND].tolist()) if work.table else set()
+    assert kinds == {r.ROWS, r.TRANSPOSE, r.ELEMENTS} | ({r.TRANSPOSE_ELEMENTS} if dtype != "int64" else set()), seed
 
 
 @pytest.mark.parametrize("pair", ["float32 bfloat16", "bfloat16 float32", "float32 float16", "float16 bfloat16"])
