@@ -12,6 +12,7 @@ import numpy as np
 
 from shardfly_jax.sharding.language import Expr
 from shardfly_jax.sharding.layouts import Box, box_shape
+from shardfly_jax.sharding.lowering import merge_dims
 from shardfly_jax.sharding.records import TRANSPOSE_ROWS
 from shardfly_jax.sharding.routes import Route, route
 from shardfly_jax.sharding.walks import quantized, reorders
@@ -63,16 +64,27 @@ class Pace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Band:
-    """A part of a box whose bytes are contiguous in the local buffer.
+    """A part of a box.
 
     Attributes:
       box: Global coordinates.
-      offset, size: First element and number of elements in the local buffer.
+      offset: Of its first element in the local buffer.
+      dims: Extents and strides there, outermost first, joined where they can be.
     """
 
     box: Box
     offset: int
-    size: int
+    dims: tuple[tuple[int, int], ...]
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(extent for extent, _ in self.dims)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether it is a range of the local buffer."""
+        return self.dims in ((), ((self.size, 1),))
 
 
 @dataclasses.dataclass(slots=True)
@@ -131,6 +143,12 @@ class Group:
         return math.prod(box_shape(self.box)) * self.itemsize
 
     @property
+    def edges(self) -> list[int] | None:
+        """First element of every band but the first in the local buffer; None if bands are no ranges of it."""
+        later = self.bands[1:]
+        return [band.offset for band in later] if all(band.is_contiguous for band in later) else None
+
+    @property
     def is_forwarded(self) -> bool:
         """Whether anything is passed on."""
         return len(self.members) > 1 or bool(self.twins)
@@ -164,7 +182,7 @@ class Group:
 
 
 def band_boxes(group: Group, count: int, roots: int = 0) -> list[Box]:
-    """About `count` parts of a group's box, each contiguous in the local buffer.
+    """About `count` parts of a group's box, contiguous in the local buffer unless they are parts of a row of blocks.
 
     Args:
       group: With its box.
@@ -188,10 +206,11 @@ def bands_of(group: Group, boxes: Sequence[Box]) -> list[Band]:
     """Parts of a group's box as bands."""
     out = []
     for box in boxes:
-        steps = zip(box, group.box, group.strides, strict=True)
-        out.append(
-            Band(box, sum((lo - start) * step for (lo, _), (start, _), step in steps), math.prod(box_shape(box)))
+        offset = sum(
+            (lo - start) * step for (lo, _), (start, _), step in zip(box, group.box, group.strides, strict=True)
         )
+        steps = [(n, step, step) for n, step in zip(box_shape(box), group.strides, strict=True) if n != 1]
+        out.append(Band(box, offset, tuple((n, step) for n, step, _ in merge_dims(steps))))
     return out
 
 
@@ -207,7 +226,7 @@ def _grains(group: Group, roots: int = 0) -> tuple[int, ...]:
         shape = box_shape(group.box)
         outermost = _long(shape, _outermost_first(group))[:1] if roots and reorders(group.expr) else ()
         tiled = {axis for axis in outermost if shape[axis] // TRANSPOSE_ROWS >= LEAST_ROUNDS * roots}
-        return tuple(TRANSPOSE_ROWS if axis in tiled else 1 for axis in range(len(shape)))
+        return tuple(TRANSPOSE_ROWS if axis in tiled else n if tiled else 1 for axis, n in enumerate(shape))
     rows, columns = expr.format.block
     columns = columns if columns is None else columns // expr.format.per_byte
     sizes = zip((rows, columns), expr.segments, group.box[-2:], strict=True)
@@ -219,7 +238,7 @@ def _grains(group: Group, roots: int = 0) -> tuple[int, ...]:
 
 
 def _cut(box: Box, axes: tuple[int, ...], count: int, grains: tuple[int, ...]) -> list[Box]:
-    """About `count` contiguous parts of a box: along its outermost axis, and further in where that one is too short."""
+    """About `count` parts of a box: along its outermost axis, and further in where that one is too short."""
     axes = _long(box_shape(box), axes)
     if count <= 1 or not axes:
         return [box]
@@ -261,5 +280,4 @@ def _edges(extent: int, least: int, count: int) -> tuple[np.ndarray, int]:
     wanted = (128, 64, 32, 16, 8, 4, 2) if least == 1 else ()
     grain = next((g for g in wanted if n // parts >= (16 if g > 8 else 2) * g), 1)
     edges = np.append(np.arange(parts) * n // parts // grain * grain * least, extent)
-    # several rows of a block are contiguous only as whole rows
-    return edges, 1 if least > 1 else -(-count // parts)
+    return edges, -(-count // parts)

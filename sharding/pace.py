@@ -38,11 +38,14 @@ UNEVEN_PERCENT = 10
 """How far from the mean the smallest and the largest band of a group may be."""
 LARGE = 10
 """Kinds of less than such a part of the largest one have bands of another size."""
-DISTANCE = 0.04
+DISTANCE = 0.045
 """What bands of half the size that is wanted cost, as a part of an update: twice the rows."""
-RAGGED = 0.05
-"""What it costs that the number of bands is no multiple of half a tick's: those of a tick do not come from all trainers
-alike then."""
+UNEVEN = 0.035
+"""What it costs that some slots have two ticks, and others one."""
+FILLING = 2
+"""What each stage of a route costs until it is busy, ticks."""
+WAITING = 0.4
+"""Of the hosts that wait for whoever has the largest band under way, so many have nothing else to do."""
 AHEAD_NBYTES, LONG = 8 << 20, 5
 """What a GPU's blocks hold, by which it can be ahead of others; bands of so many times that would double the time."""
 
@@ -203,8 +206,8 @@ def _most_nbytes(tick: Fraction, least: Fraction, large: Sequence[Group], once: 
     each = sum((Fraction(group.box_nbytes, 2 * min(group.sizes)) for group in large), Fraction(0))
     unequal = any(len(set(group.sizes)) > 1 for group in large)
     depth = max(len(group.sizes) for group in large).bit_length() - 1
-    filling = depth + 1 + max(max(group.sizes) for group in large)
     long = LONG * max(Fraction(AHEAD_NBYTES), 2 * once * layers / SLOTS)  # a slot passes on as much as it brings
+    filling = FILLING * (depth + 1 + max(max(group.sizes) for group in large))
 
     def cost(most: int) -> float:
         """Bytes over a NIC that take as long as a layer does; what it is made of follows what `simulate` finds."""
@@ -214,16 +217,13 @@ def _most_nbytes(tick: Fraction, least: Fraction, large: Sequence[Group], once: 
         ticks = Fraction(math.ceil(passed))
         if unequal:  # every kind goes round the members of each host from the first one on
             ticks = sum((Fraction(-(-number // min(group.sizes)), 2) for group, number, _, _ in cuts), Fraction(0))
-        if _is_uneven(ticks * layers / SLOTS):
-            return math.inf
+        uneven = 1 + (UNEVEN if _is_uneven(ticks * layers / SLOTS) else 0)
         # the deeper trees are, and the fewer ticks or slots a layer has, the more wait for the largest band
-        waiting = depth / (depth + min(ticks, SLOTS / layers) / 2)
+        waiting = WAITING * depth / (depth + min(ticks, SLOTS / layers) / 2)
         lasts = (1 - waiting) * each / passed + waiting * largest
         late = 1 + filling / min(ticks * layers, Fraction(SLOTS))
-        ragged = 0 if unequal else sum(g.box_nbytes for g, number, _, _ in cuts if number % max(g.sizes))
-        drawn = 1 + RAGGED * ragged / sum(group.box_nbytes for group in large)
         distance = 1 + DISTANCE * max(math.log2(tick / 2 / most), 0)
-        return float(ticks * lasts * late * (1 + largest / long)) * drawn * distance
+        return float(ticks * lasts * late * (1 + largest / long)) * distance * uneven
 
     sizes = {
         band_sizes(group, count)[2] * group.itemsize

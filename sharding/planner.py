@@ -114,10 +114,9 @@ def _forwards(
         begin = place.span * group.round[band] // group.rounds
         lasts = 0 if group.is_paced else place.span // group.rounds  # a lag is at least a tick
         layer = group.layers[0] + j
-        extents = np.ones((len(band), MAX_DIMS), np.int64)
-        extents[:, 0] = np.array([b.size for b in group.bands])[band]
-        strides = np.zeros((len(band), MAX_DIMS), np.int64)
-        strides[:, 0] = 1
+        pads = [((1, 0),) * (MAX_DIMS - len(b.dims)) for b in group.bands]
+        dims = np.array([(*b.dims, *pad) for b, pad in zip(group.bands, pads, strict=True)], np.int64)[band]
+        extents, strides = dims[:, :, 0], dims[:, :, 1]
         offset = np.array([b.offset for b in group.bands])[band]
         dtype = problem.families[group.members[0][0]].layout.dtype
         tables.append(MoveTable.from_columns(

@@ -142,7 +142,7 @@ class QuantizedRows:
         table = self._rows.stacked(rows)
         view = np.array(views, np.int64).reshape(len(rows), 3 + MAX_DIMS)
         if cuts:
-            cut = cut_at_bands(table, [band.offset for band in of.group.bands[1:]])
+            cut = cut_at_bands(table, of.group.edges)
             if cut is None:
                 return None
             order = np.argsort(cut.rows[:, BAND], kind="stable")

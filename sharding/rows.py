@@ -10,7 +10,7 @@ import numpy as np
 from shardfly_jax.sharding.denotation import denote
 from shardfly_jax.sharding.errors import LanguageError
 from shardfly_jax.sharding.formats import Conversion, Step, conversion
-from shardfly_jax.sharding.groups import Band, Group
+from shardfly_jax.sharding.groups import Band, Group, bands_of
 from shardfly_jax.sharding.lowering import BUFFERS, MAX_DIMS, Lowerer, SourceShards, Template
 from shardfly_jax.sharding.moves import MoveTable
 from shardfly_jax.sharding.problem import Problem
@@ -135,8 +135,8 @@ class Rows:
             self.quantized.note_readers(index, made)
             return self.stacked([self.flat(index, number, t, target_dtype) for t in made])
 
-        whole = lowered(Band(group.box, 0, sum(band.size for band in group.bands)), 0)
-        cut = cut_at_bands(whole, [band.offset for band in group.bands[1:]])
+        (everything,) = bands_of(group, [group.box])
+        cut = cut_at_bands(lowered(everything, 0), group.edges)
         if cut is None:
             made = np.concatenate([lowered(band, number) for number, band in enumerate(group.bands)])
         else:

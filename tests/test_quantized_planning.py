@@ -89,3 +89,20 @@ def test_bands_are_cut_out_of_what_was_lowered_once(
         assert_same_bits(have["s", rank], scales)
     monkeypatch.setattr(quantized_rows, "cut_at_bands", lambda rows, edges: None)
     assert planned(expr, *sides).digest == plan.digest, "as lowered band by band"
+
+
+def test_rows_of_blocks_are_cut_between_blocks_where_smaller_bands_suit(rng: np.random.Generator) -> None:
+    """Two rows of blocks of 1 MB: such parts are not contiguous, so forwards walk their rows."""
+    x, ranks = fresh(rng, 256, 8192), range(4)
+    whole = Layout(x.shape, E4M3, {rank: [(0, 256), (0, 8192)] for rank in ranks})
+    scales = Layout((2, 64), "float32", {rank: [(0, 2), (0, 64)] for rank in ranks})
+    plan = planned(sf.src("x").quantize(formats.Fp8Block()), cut(x.shape, "float32"), whole, scales)
+    forwards = plan.moves.hop > 0
+    assert set(plan.bands.tolist()) == {128 * 512, 2 * 64 * 4}
+    assert (plan.moves.extents[forwards, :2] == [128, 512]).all(1).sum() == 3 * 32
+    assert plan.staging_nbytes == 0
+    codes, wanted = blocks_by_hand(x, 128, 128)
+    have = replayed(plan, {"x": x})
+    for rank in ranks:
+        assert_same_bits(have["w", rank], codes)
+        assert_same_bits(have["s", rank], wanted)

@@ -29,7 +29,7 @@ def group_of(roots: int, per_root: int, rounds: int) -> Group:
     band = np.arange(n_bands)
     return Group(
         expr=sf.src("w"), layers=(0, 1), cuts=(), box=((0, n_bands),), strides=(1,), itemsize=2, members=members,
-        bands=[Band(((k, k + 1),), k, 1) for k in range(n_bands)], roots=roots, rounds=rounds,
+        bands=[Band(((k, k + 1),), k, ()) for k in range(n_bands)], roots=roots, rounds=rounds,
         turn=band // per_root, round=band % per_root * rounds // per_root,
     )  # fmt: skip
 
