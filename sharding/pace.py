@@ -38,15 +38,15 @@ UNEVEN_PERCENT = 10
 """How far from the mean the smallest and the largest band of a group may be."""
 LARGE = 10
 """Kinds of less than such a part of the largest one have bands of another size."""
-DISTANCE = 0.045
+DISTANCE = 0.035
 """What bands of half the size that is wanted cost, as a part of an update: twice the rows."""
-UNEVEN = 0.035
+UNEVEN = 0.02
 """What it costs that some slots have two ticks, and others one."""
-FILLING = 2
+FILLING = 1.5
 """What each stage of a route costs until it is busy, ticks."""
 WAITING = 0.4
 """Of the hosts that wait for whoever has the largest band under way, so many have nothing else to do."""
-AHEAD_NBYTES, LONG = 8 << 20, 5
+AHEAD_NBYTES, LONG = 8 << 20, 4.5
 """What a GPU's blocks hold, by which it can be ahead of others; bands of so many times that would double the time."""
 
 
@@ -206,7 +206,7 @@ def _most_nbytes(tick: Fraction, least: Fraction, large: Sequence[Group], once: 
     each = sum((Fraction(group.box_nbytes, 2 * min(group.sizes)) for group in large), Fraction(0))
     unequal = any(len(set(group.sizes)) > 1 for group in large)
     depth = max(len(group.sizes) for group in large).bit_length() - 1
-    long = LONG * max(Fraction(AHEAD_NBYTES), 2 * once * layers / SLOTS)  # a slot passes on as much as it brings
+    long = LONG * max(AHEAD_NBYTES, float(2 * once * layers / SLOTS))  # a slot passes on as much as it brings
     filling = FILLING * (depth + 1 + max(max(group.sizes) for group in large))
 
     def cost(most: int) -> float:
@@ -219,11 +219,12 @@ def _most_nbytes(tick: Fraction, least: Fraction, large: Sequence[Group], once: 
             ticks = sum((Fraction(-(-number // min(group.sizes)), 2) for group, number, _, _ in cuts), Fraction(0))
         uneven = 1 + (UNEVEN if _is_uneven(ticks * layers / SLOTS) else 0)
         # the deeper trees are, and the fewer ticks or slots a layer has, the more wait for the largest band
-        waiting = WAITING * depth / (depth + min(ticks, SLOTS / layers) / 2)
-        lasts = (1 - waiting) * each / passed + waiting * largest
-        late = 1 + filling / min(ticks * layers, Fraction(SLOTS))
+        slots = min(float(ticks), float(SLOTS / layers))
+        waiting = WAITING * depth / (depth + slots / 2)
+        lasts = (1 - waiting) * float(each / passed) + waiting * largest
+        late = 1 + filling / (slots * float(layers))
         distance = 1 + DISTANCE * max(math.log2(tick / 2 / most), 0)
-        return float(ticks * lasts * late * (1 + largest / long)) * distance * uneven
+        return float(ticks) * lasts * late * (1 + largest / long) * distance * uneven
 
     sizes = {
         band_sizes(group, count)[2] * group.itemsize
