@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from shardfly_jax.executors.memory import Key, Sources, hold, memory_of
+from shardfly_jax.executors.memory import Key, Sources, hold, memory_of, wait_for
 from shardfly_jax.layout import Place, box_of, leaf_places, leaves_like, leaves_of, read_tree
 from shardfly_jax.session import Session
 from shardfly_jax.sharding.errors import ParamsMismatch, PlanError
@@ -96,7 +96,7 @@ def ready_shards(
         if computed:
             _ = arrays.addresses  # which a deleted array does not tell
         else:
-            jax.block_until_ready([leaves[k] for k in binding.expected])  # fewer than their shards
+            wait_for([leaves[k] for k in binding.expected])  # fewer than their shards
         return arrays, hold(arrays.arrays) if keep else []
     except (RuntimeError, ValueError) as error:  # JAX's for a deleted array, and for one whose computation failed
         found, says_so = _deleted(leaves, binding), _DELETED.search(str(error))

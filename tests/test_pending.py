@@ -268,11 +268,11 @@ def test_a_donation_that_is_half_done_is_told_as_one(
 def test_params_whose_computation_fails_fail_the_update_and_nothing_is_written(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def block_until_ready(_: Any) -> None:
+    def failed(_: Any) -> None:
         raise RuntimeError("a train step ran out of memory")
 
     params, _ = scene.params()
-    monkeypatch.setattr(binding.jax, "block_until_ready", block_until_ready)
+    monkeypatch.setattr(binding, "wait_for", failed)
     handle = sf.sync(params, scene.plan, wait=False)
     with pytest.raises(RuntimeError, match="ran out of memory"):
         handle.result(PATIENCE_SECS)
