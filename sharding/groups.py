@@ -13,7 +13,7 @@ import numpy as np
 from shardfly_jax.sharding.language import Expr
 from shardfly_jax.sharding.layouts import Box, box_shape
 from shardfly_jax.sharding.lowering import merge_dims
-from shardfly_jax.sharding.records import TRANSPOSE_ROWS
+from shardfly_jax.sharding.records import PIECE_NBYTES, TRANSPOSE_ROWS
 from shardfly_jax.sharding.routes import Route, route
 from shardfly_jax.sharding.walks import quantized, reorders
 
@@ -22,6 +22,8 @@ SMALLEST_BAND_NBYTES = 64 << 10
 MOST_TURNS = 256
 """Turns of a group at a plan's pace; where hosts of many sizes would need more, their NICs bring almost equal parts."""
 
+SMALLEST_RUN_NBYTES = 128
+"""Of bands that have gaps."""
 LEAST_ROUNDS = 8
 """Bands of each root that whole tiles must leave."""
 
@@ -69,7 +71,7 @@ class Band:
     Attributes:
       box: Global coordinates.
       offset: Of its first element in the local buffer.
-      dims: Extents and strides there, outermost first, joined where they can be.
+      dims: Extents and strides there, the largest stride first, joined where one goes on in the next.
     """
 
     box: Box
@@ -143,10 +145,9 @@ class Group:
         return math.prod(box_shape(self.box)) * self.itemsize
 
     @property
-    def edges(self) -> list[int] | None:
-        """First element of every band but the first in the local buffer; None if bands are no ranges of it."""
-        later = self.bands[1:]
-        return [band.offset for band in later] if all(band.is_contiguous for band in later) else None
+    def in_ranges(self) -> bool:
+        """Whether its bands are ranges of the local buffer."""
+        return all(band.is_contiguous for band in self.bands)
 
     @property
     def is_forwarded(self) -> bool:
@@ -230,11 +231,29 @@ def _grains(group: Group, roots: int = 0) -> tuple[int, ...]:
     rows, columns = expr.format.block
     columns = columns if columns is None else columns // expr.format.per_byte
     sizes = zip((rows, columns), expr.segments, group.box[-2:], strict=True)
-    return (
+    blocks = (
         *(1,) * (len(group.box) - 2),
         # a box that begins inside a block has no edge of a block at a multiple of its size
         *(hi - lo if block is None or cut or lo % block else block for block, cut, (lo, hi) in sizes),
     )
+    return _whole_inside(group, blocks)
+
+
+def _whole_inside(group: Group, blocks: tuple[int, ...]) -> tuple[int, ...]:
+    """The same grains; whole axes inside of one that has several elements to a block, unless forwards can move rows.
+
+    What is cut there has gaps, so its runs must be pieces of 16 bytes, and long enough.
+    """
+    shape, grains, is_whole = box_shape(group.box), list(blocks), False
+    axes = _long(shape, _outermost_first(group))
+    for outer, inner in itertools.pairwise(axes):
+        if blocks[outer] > 1:
+            run, step = blocks[inner] * group.itemsize, group.strides[outer] * group.itemsize
+            fits = run >= SMALLEST_RUN_NBYTES and run % PIECE_NBYTES == 0 and step % PIECE_NBYTES == 0
+            is_whole = is_whole or blocks[outer] >= shape[outer] or not fits
+        if is_whole:
+            grains[inner] = shape[inner]
+    return tuple(grains)
 
 
 def _cut(box: Box, axes: tuple[int, ...], count: int, grains: tuple[int, ...]) -> list[Box]:

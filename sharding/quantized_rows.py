@@ -97,7 +97,7 @@ class QuantizedRows:
 
         blocks = self._blocks_of(rewrite(expr.value, leaf), expr, group.layers)
         start = tuple(lo for lo, _ in blocks.unpacked(group.box))
-        for whole in (True, False):
+        for whole in (True, False) if group.in_ranges else (False,):
             waiting = Waiting(blocks, index, group, expr, [], whole)
             made = []
             parts = list(_parts(blocks, group, whole))
@@ -142,7 +142,7 @@ class QuantizedRows:
         table = self._rows.stacked(rows)
         view = np.array(views, np.int64).reshape(len(rows), 3 + MAX_DIMS)
         if cuts:
-            cut = cut_at_bands(table, of.group.edges)
+            cut = cut_at_bands(table, [band.offset for band in of.group.bands[1:]])
             if cut is None:
                 return None
             order = np.argsort(cut.rows[:, BAND], kind="stable")

@@ -155,7 +155,7 @@ def records_of(region: Region, conversion: Conversion, fills: bool) -> Iterator[
             inside = _aligned(region, straight, group, (read, write))
             if inside is not None:
                 yield from _around(
-                    region, {straight: inside}, conversion, lambda inner: _straight(inner, straight, conversion)
+                    region, {straight: inside}, read, lambda inner: _straight(inner, straight, conversion)
                 )
                 return
         n = _find(region, lambda dim: dim.read == read and dim.extent > 1)
@@ -167,7 +167,7 @@ def records_of(region: Region, conversion: Conversion, fills: bool) -> Iterator[
             }
             whole = {axis: inside for axis, inside in ranges.items() if inside is not None}
             if len(whole) == 2:
-                yield from _around(region, whole, conversion, lambda inner: _transpose(inner, n, k, write))
+                yield from _around(region, whole, read, lambda inner: _transpose(inner, n, k, write))
                 return
         yield _element_wise(region, conversion)
         return
@@ -202,10 +202,7 @@ def _aligned(region: Region, axis: int, group: int, steps: tuple[int, int]) -> t
 
 
 def _around(
-    region: Region,
-    inside: dict[int, tuple[int, int]],
-    conversion: Conversion,
-    record: Callable[[Region], np.ndarray],
+    region: Region, inside: dict[int, tuple[int, int]], read: int, record: Callable[[Region], np.ndarray]
 ) -> Iterator[np.ndarray]:
     """A record of the inside, and element-wise ones of what is left around it."""
     edges = []
@@ -215,7 +212,7 @@ def _around(
         edges += [region.cut(axis, stop, extent)] if stop < extent else []
         region = region.cut(axis, start, stop)
     yield record(region)
-    yield from (_element_wise(edge, conversion) for edge in edges)
+    yield from (_elements(edge, read) for edge in edges)
 
 
 def _straight(region: Region, axis: int, conversion: Conversion) -> np.ndarray:

@@ -136,7 +136,7 @@ class Rows:
             return self.stacked([self.flat(index, number, t, target_dtype) for t in made])
 
         (everything,) = bands_of(group, [group.box])
-        cut = cut_at_bands(lowered(everything, 0), group.edges)
+        cut = cut_at_bands(lowered(everything, 0), [band.offset for band in group.bands[1:]])
         if cut is None:
             made = np.concatenate([lowered(band, number) for number, band in enumerate(group.bands)])
         else:

@@ -50,7 +50,7 @@ FAR = 1 << 62
 """Beyond every edge."""
 
 
-def cut_at_bands(rows: np.ndarray, edges: Sequence[int] | None) -> Cut | None:
+def cut_at_bands(rows: np.ndarray, edges: Sequence[int]) -> Cut | None:
     """Cuts templates where the target's local buffer passes from one band to the next.
 
     Bands are ranges of a buffer's elements, and a template walks its outermost dimension upwards through the buffer. So
@@ -58,13 +58,11 @@ def cut_at_bands(rows: np.ndarray, edges: Sequence[int] | None) -> Cut | None:
 
     Args:
       rows: Templates of one group, for its whole box.
-      edges: First element of every band but the first; None if bands are no ranges.
+      edges: First element of every band but the first.
 
     Returns:
       The templates of all bands, by template; None if a step reaches across an edge.
     """
-    if edges is None:
-        return None
     if not edges:
         return Cut(rows, np.arange(len(rows)), np.zeros(len(rows), np.int64))
     extents, strides = rows[:, EXTENTS], rows[:, TARGET_STRIDES]

@@ -12,7 +12,7 @@ from kernel_interpreter import Fault
 from kernel_jobs import SESSION, Job, compile_transfer
 from random_problems import Case, cases, fill
 
-from shardfly_jax.pallas_kernels import addresses as m, launch_words as lw
+from shardfly_jax.pallas_kernels import addresses as m, launch_words as lw, tiles
 from shardfly_jax.pallas_kernels.emit import const
 from shardfly_jax.pallas_kernels.transfer import WORKERS
 from shardfly_jax.sharding import records as r
@@ -118,6 +118,34 @@ def test_every_kind_of_record_is_moved_and_forwarded(
         job.check()
     assert all(inbox.data.view(np.int32)[[lw.VERSION, lw.POISONED]].tolist() in ([2, 0], [0, 0])
                for inbox in job.inboxes)  # fmt: skip
+
+
+def odd_transposes() -> Case:
+    """Several tiles of each, one after the other in the same shared memory."""
+    rng = np.random.default_rng()
+    arrays = {"wide": fill(rng, (257, 131), "float32"), "bytes": fill(rng, (40, 300), "uint8")}
+    target = {
+        "wide": (src("wide").rearrange("a b -> b a"), (131, 257), "bfloat16"),
+        "bytes": (src("bytes").rearrange("a b -> b a"), (300, 40), "uint8"),
+    }
+    return replicated(arrays, target, 1)
+
+
+def test_transposes_of_odd_widths_take_tile_after_tile() -> None:
+    job = Job(odd_transposes(), blocks=1, workers=2)
+    for table in job.tables.tables.values():
+        assert set(table.words[:, r.KIND].tolist()) == {r.TRANSPOSE_ELEMENTS}
+        assert table.n_tiles > 8
+    job.update(1)
+    job.check()
+
+
+def test_a_tile_that_is_put_into_shared_memory_before_the_last_one_has_left_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tiles, "claim_shared", lambda: None)
+    with pytest.raises(Fault, match="race"):
+        Job(odd_transposes(), blocks=1, workers=1).update(1, compile_=compile_transfer)
 
 
 # Attempts, deadlines

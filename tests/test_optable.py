@@ -186,11 +186,6 @@ REGIONS = {
         r.Region((r.Dim(32, 8, 264), r.Dim(33, 264, 8)), 0, 0),
         {r.ELEMENTS: 1056},
     ),
-    "a ragged transpose with wide edges": (
-        BITS2,
-        r.Region((r.Dim(64, 2, 256), r.Dim(47, 160, 2)), 0, 0),
-        {r.TRANSPOSE: 64 * 40, r.ELEMENTS: 64 * 7},
-    ),
 }
 
 

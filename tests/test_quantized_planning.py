@@ -106,3 +106,25 @@ def test_rows_of_blocks_are_cut_between_blocks_where_smaller_bands_suit(rng: np.
     for rank in ranks:
         assert_same_bits(have["w", rank], codes)
         assert_same_bits(have["s", rank], wanted)
+
+
+@pytest.mark.parametrize(
+    ("shape", "format", "strides"),
+    [
+        ((256, 8200), formats.Fp8Block(), None),  # rows are no multiple of 16 bytes
+        ((256, 8192), formats.Fp8Block(rows=64, columns=64), None),  # nor are runs of one block long enough
+        ((1024, 8192), formats.Fp8Channel(), (1, 1024)),  # a block is as long as its axis
+    ],
+)
+def test_what_forwards_would_pass_on_in_single_elements_or_short_runs_stays_in_one_piece(
+    shape: tuple[int, int], format: sf.formats.Format, strides: tuple[int, int] | None
+) -> None:
+    ranks = range(4)
+    held = None if strides is None else dict.fromkeys(ranks, strides)
+    whole = Layout(shape, E4M3, {rank: [(0, n) for n in shape] for rank in ranks}, held)
+    grid = tuple(1 if block is None else -(-n // block) for n, block in zip(shape, format.block, strict=True))
+    scales = Layout(grid, "float32", {rank: [(0, n) for n in grid] for rank in ranks})
+    plan = planned(sf.src("x").quantize(format), cut(shape, "bfloat16"), whole, scales)
+    forwards = plan.moves.hop > 0
+    assert forwards.any()
+    assert (plan.moves.extents[forwards, 1:] == 1).all()
