@@ -138,6 +138,24 @@ def test_a_model_reaches_its_replicas_in_fp8_by_sync_and_from_a_jitted_step(repl
         assert sf.verify(params, plan) == plan.target_nbytes
 
 
+def test_replicas_pass_on_parts_of_rows_of_blocks() -> None:
+    """Of 64 kB each: 512 columns of a row of blocks, so rows of bytes with gaps between them."""
+    format, shape, gpu, rng = formats.Fp8Block(), (256, 8192), gpus()[0], np.random.default_rng()
+    target = {
+        name: sf.Layout(size, dtype, {rank: [(0, n) for n in size] for rank in range(4)})
+        for name, size, dtype in (("t", shape, format.codes), ("s", formats_grid(format, shape), format.scale_dtype))
+    }
+    mapping = sf.Mapping({"t": sf.src("w").quantize(format), "s": sf.scale_of("t")})
+    plan = sf.make_plan({"w": sf.Layout(shape, "bfloat16", {0: [(0, n) for n in shape]})}, target, mapping)
+    forwarded = [move for move in plan.moves if move.hop]
+    assert [move.extents for move in forwarded].count((128, 512)) == 3 * 32
+    plan = sf.register(plan, placement=lambda rank: gpu, executor=EXECUTOR)
+    for _ in range(20):
+        params = {"w": {0: jax.device_put(weights(rng, shape, "bfloat16"), gpu)}}
+        sf.sync(params, plan)
+        assert sf.verify(params, plan) == plan.target_nbytes
+
+
 @pytest.mark.parametrize("format", [formats.Fp8Block(), formats.Fp8Channel(), formats.Fp8Block(rows=3, columns=5)])
 def test_values_that_are_not_finite_are_refused_and_the_next_update_heals(format: formats.Format) -> None:
     rng = np.random.default_rng()
