@@ -227,7 +227,9 @@ def _grains(group: Group, roots: int = 0) -> tuple[int, ...]:
         shape = box_shape(group.box)
         outermost = _long(shape, _outermost_first(group))[:1] if roots and reorders(group.expr) else ()
         tiled = {axis for axis in outermost if shape[axis] // TRANSPOSE_ROWS >= LEAST_ROUNDS * roots}
-        return tuple(TRANSPOSE_ROWS if axis in tiled else n if tiled else 1 for axis, n in enumerate(shape))
+        if not tiled:
+            return (1,) * len(shape)
+        return tuple(TRANSPOSE_ROWS if axis in tiled else n for axis, n in enumerate(shape))
     rows, columns = expr.format.block
     columns = columns if columns is None else columns // expr.format.per_byte
     sizes = zip((rows, columns), expr.segments, group.box[-2:], strict=True)

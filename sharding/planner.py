@@ -114,8 +114,7 @@ def _forwards(
         begin = place.span * group.round[band] // group.rounds
         lasts = 0 if group.is_paced else place.span // group.rounds  # a lag is at least a tick
         layer = group.layers[0] + j
-        pads = [((1, 0),) * (MAX_DIMS - len(b.dims)) for b in group.bands]
-        dims = np.array([(*b.dims, *pad) for b, pad in zip(group.bands, pads, strict=True)], np.int64)[band]
+        dims = np.array([(*b.dims, *[(1, 0)] * (MAX_DIMS - len(b.dims))) for b in group.bands], np.int64)[band]
         extents, strides = dims[:, :, 0], dims[:, :, 1]
         offset = np.array([b.offset for b in group.bands])[band]
         dtype = problem.families[group.members[0][0]].layout.dtype

@@ -13,7 +13,7 @@ into pieces of `TILE_3` and `TILE_4`. There are five kinds of plain ones (`quant
 * `ELEMENTS`: anything else, an element at a time; dimension 4 has the smallest target stride.
 
 All addresses of the first three are multiples of 16 bytes, given that buffers are. A move that is aligned only inside,
-or whose length is odd, gives one record of them for its inside and element-wise ones for its edges.
+or whose length is odd, gives one record of them for its inside and `ELEMENTS` for its edges.
 """
 
 from __future__ import annotations
@@ -160,17 +160,18 @@ def records_of(region: Region, conversion: Conversion, fills: bool) -> Iterator[
                 return
         n = _find(region, lambda dim: dim.read == read and dim.extent > 1)
         k = _find(region, lambda dim: dim.write == write and dim.extent > 1)
-        if straight is None and n is not None and k is not None and _others_aligned(region, n, k):
+        if straight is None and n is not None and k is not None:
             ranges = {
                 n: _aligned(region, n, PIECE_NBYTES // read, (read, 0)),
                 k: _aligned(region, k, PIECE_NBYTES // write, (0, write)),
             }
             whole = {axis: inside for axis, inside in ranges.items() if inside is not None}
-            if len(whole) == 2:
+            if len(whole) == 2 and _others_aligned(region, n, k):
                 yield from _around(region, whole, read, lambda inner: _transpose(inner, n, k, write))
                 return
-        yield _element_wise(region, conversion)
-        return
+            if transposes_elements(conversion) and min(region.dims[a].extent for a in (n, k)) >= LEAST_TRANSPOSED:
+                yield _transpose(region, n, k, write, TRANSPOSE_ELEMENTS)
+                return
     yield _elements(region, read)
 
 
@@ -232,15 +233,6 @@ def _transpose(region: Region, n: int, k: int, write: int, kind: int = TRANSPOSE
     others = [dim for axis, dim in enumerate(region.dims) if axis not in (n, k)]
     tiles = (TRANSPOSE_ROWS, TRANSPOSE_ROW_NBYTES // write)
     return record(kind, region, [*others, region.dims[n], region.dims[k]], tiles)
-
-
-def _element_wise(region: Region, conversion: Conversion) -> np.ndarray:
-    read, write = itemsize(conversion.source), itemsize(conversion.target)
-    n = _find(region, lambda dim: dim.read == read and dim.write != write and dim.extent >= LEAST_TRANSPOSED)
-    k = _find(region, lambda dim: dim.write == write and dim.read != read and dim.extent >= LEAST_TRANSPOSED)
-    if n is None or k is None or not transposes_elements(conversion):
-        return _elements(region, read)
-    return _transpose(region, n, k, write, TRANSPOSE_ELEMENTS)
 
 
 def _elements(region: Region, read: int) -> np.ndarray:
